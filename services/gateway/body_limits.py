@@ -9,6 +9,7 @@ from typing import Final
 
 from starlette.routing import compile_path
 
+from flotilla.services.gateway.tinker.bodies import MOST_BYTES
 from flotilla.shared.net.server.limits import BodyLimit
 
 KIBIBYTE: Final = 1024
@@ -28,8 +29,7 @@ LIMITS: Final[dict[tuple[str, str], BodyLimit]] = {
     ("POST", "/v1/responses"): CHAT,
     ("POST", "/v1/messages"): CHAT,
     ("POST", "/v1/messages/count_tokens"): CHAT,
-    # The client cuts what it sends into chunks of five megabytes, by its own estimate.
-    ("POST", "/api/v1/forward_backward"): BodyLimit(32 * MEBIBYTE),
+    ("POST", "/api/v1/forward_backward"): BodyLimit(MOST_BYTES),
     ("POST", "/api/v1/asample"): BodyLimit(4 * MEBIBYTE, max_values=200_000),
     ("POST", "/api/v1/telemetry"): BodyLimit(4 * MEBIBYTE),
     ("POST", "/v1/experiments"): SPEC,

@@ -172,8 +172,6 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     },
     ("GET", f"{CHECKPOINT}/external_weights_urls"): TINKER,
     ("GET", f"{CHECKPOINT}/archive"): TINKER,
-    # Its own signature lets in whoever was told the address.
-    ("GET", f"{API}/downloads/{{run}}/{{kind}}/{{name}}/{{file}}"): TINKER,
     ("DELETE", CHECKPOINT): TINKER,
     ("PUT", f"{CHECKPOINT}/ttl"): TINKER,
     ("POST", f"{CHECKPOINT}/publish"): TINKER,

@@ -12,11 +12,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 
-from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.routes.dependencies import Caller, Gateway
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.tinker.archives import archive
 from flotilla.services.gateway.tinker.bodies import (
+    MOST_BYTES,
     AskSample,
     CreateModel,
     CreateSampler,
@@ -152,7 +152,7 @@ async def forward_backward(request: Request, tinker: Served, caller: Caller) -> 
         return _future(await tinker.forward_backward(caller, body))
     # What is unpacked is not counted among the bodies that are held, so there is little of it at a time.
     async with tinker.unpacking:
-        plain = await asyncio.to_thread(unpack, body, limit_of("POST", "/api/v1/forward_backward").max_bytes)
+        plain = await asyncio.to_thread(unpack, body, MOST_BYTES)
         return _future(await tinker.forward_backward(caller, plain))
 
 

@@ -6,6 +6,8 @@ from pydantic import AliasChoices, Field
 
 from flotilla.shared.tinker.records import AdamStep, Lora, Record, Sample
 
+MOST_BYTES = 32 * 1024 * 1024
+"""Of what is to be computed, as it is; the client cuts it into chunks of five megabytes, by its own estimate."""
 LARGEST_NUMBER = 2**31 - 1
 """Of a model of a session, or of a request of a model: part of file names, and of what Redis counts."""
 LONGEST_SECONDS = 100 * 366 * 24 * 3600

@@ -3,8 +3,6 @@
 import io
 from typing import Final
 
-import pyarrow
-
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.server.request_body import BodyTooLarge
 
@@ -29,6 +27,8 @@ def unpack(body: bytes, most: int) -> bytes:
         BodyTooLarge: they have more.
         InvalidRequest: they are no zstd, or cut off.
     """
+    import pyarrow  # here and below: most fleets have no use for it at the gateway's start
+
     found = io.BytesIO()
     try:
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(body), ZSTD) as stream:
@@ -43,6 +43,8 @@ def unpack(body: bytes, most: int) -> bytes:
 
 def pack(content: bytes) -> bytes:
     """Pack an answer; blocks."""
+    import pyarrow
+
     packed: bytes = pyarrow.compress(content, codec=ZSTD, asbytes=True)
     return packed
 

@@ -114,7 +114,7 @@ def _model(edits: Edits, trial: Trial, spec: ExperimentSpec, base: Path) -> None
         edits.set("algorithm.distillation.path", TEACHER, f"{MADE} as the policy's")
         trial.models.append(_recipe(TEACHER, trial.family, 1))
     elif edits.at("algorithm.distillation.path") is not None:
-        own = family_of(edits.at("algorithm.distillation.path"), base)
+        own = family_of(edits.at("algorithm.distillation.path"), base, with_images=spec.data.images is not None)
         edits.set("algorithm.distillation.path", TEACHER, f"{MADE} ({own.name})")
         edits.set("algorithm.distillation.dtype", "float32", CPU)
         edits.set("algorithm.distillation.revision", None, MADE)

@@ -106,6 +106,36 @@ class ImageProcessor:
             )
         return cls(processor, str(token), token_id, int(processor.merge_size))
 
+    def check_alike(self, other: "ImageProcessor", field: str) -> None:
+        """Check that another model's processor gives every image the same tokens, in the same places.
+
+        Args:
+            other: that model's.
+            field: the spec's, that names it.
+
+        Raises:
+            ModelError: it does not; the sentence has what differs.
+        """
+        ours, theirs = self._layout(), other._layout()
+        apart = [f"{name} {theirs[name]} there and {own} here" for name, own in ours.items() if theirs[name] != own]
+        if apart:
+            raise ModelError(
+                f"{field}: its processor gives images other tokens than that of model.path ({', '.join(apart)}): set "
+                "data.images.min_pixels and max_pixels where bounds on pixels differ, or name a model whose processor "
+                "does the same"
+            )
+
+    def _layout(self) -> dict[str, Any]:
+        """Name what decides how many tokens an image has, and which."""
+        made = self._processor
+        return {
+            "a processor": type(made).__name__,
+            "image_token_id": self.token_id,
+            "pixels of a token's side": made.patch_size * self._merge,
+            "min_pixels": made.size.shortest_edge,
+            "max_pixels": made.size.longest_edge,
+        }
+
     def process(self, data: bytes) -> ProcessedImage:
         """Compute the pixels of an encoded image; threads may call it at once.
 

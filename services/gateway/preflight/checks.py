@@ -15,7 +15,7 @@ from flotilla.services.gateway.datasets.loading import (
     load_training,
 )
 from flotilla.services.gateway.datasets.written import check_written
-from flotilla.services.gateway.preflight.models import check_model, models_of
+from flotilla.services.gateway.preflight.models import check_model, models_of, teachers_of_text
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
 from flotilla.shared.config.sections.data import FROM, DataConfig, RowsConfig, is_url
@@ -181,6 +181,7 @@ def train_dataset(spec: ExperimentSpec, places: Places | None = None) -> Dataset
         dataset = load_training(spec.data, seed=spec.seed, places=places, needs_labels=_needs_labels(spec))
         check_data_sources(spec, dataset, "data")
         check_taught(spec, dataset)
+        check_shown(spec, dataset)
         return dataset
     dataset = load_training(_ungraded(spec.data), seed=spec.seed, places=places)
     check_rows(dataset, job, "data")
@@ -264,6 +265,26 @@ def check_taught(spec: ExperimentSpec, dataset: Dataset) -> None:
             raise DataError(
                 f"algorithm.distillation.{name}: row {number} of data has the data source {value!r}, which none of "
                 f"them teaches; they teach {', '.join(sorted(distillation.data_sources))}",
+                field="data",
+            )
+
+
+def check_shown(spec: ExperimentSpec, dataset: Dataset) -> None:
+    """Check that no training row with images has a teacher of text alone.
+
+    Raises:
+        DataError: one has.
+    """
+    images, column = spec.data.images, spec.data.data_source_column
+    of_text = {} if images is None else teachers_of_text(spec)
+    if images is None or not of_text:
+        return
+    for number, row in enumerate(dataset.rows):
+        source = None if column is None or None in of_text else str(value_at(row, column))
+        if source in of_text and row.get(images.column):
+            raise DataError(
+                f"{of_text[source]}: row {number} of data has images, and this model takes none: name a "
+                "vision-language model of the same tokenizer and processor, or leave such rows out",
                 field="data",
             )
 

@@ -11,6 +11,7 @@ from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import fetch_small, has_config, model_directory
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.vision.kinds import GRID_MODELS, kind_of
 
 
 def check_model(spec: ExperimentSpec) -> None:
@@ -32,6 +33,23 @@ def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
         if isinstance(component, HostedModelConfig):
             models[f"{where}.path"] = component.model
     return models
+
+
+def teachers_of_text(spec: ExperimentSpec) -> dict[str | None, str]:
+    """Find the teachers that the trainer loads and that take no images: field by data source; None: of all."""
+    distillation = spec.algorithm.distillation
+    if distillation is None:
+        return {}
+    of_all: list[tuple[str | None, ...]] = [(None,)]
+    of_sources = [each.data_sources for each in distillation.teachers] or of_all
+    kinds = {field: kind_of(model_directory(model))[0] for field, model in distillation.models.items()}
+    return {
+        source: f"algorithm.distillation.{field}"
+        for (field, kind), sources in zip(kinds.items(), of_sources, strict=False)
+        for source in sources
+        # What is not known is said where the model is loaded.
+        if kind is not None and kind not in GRID_MODELS
+    }
 
 
 def _check_heads(spec: ExperimentSpec, config: Mapping[str, Any]) -> None:

@@ -102,6 +102,27 @@ def taught_by_each(config: DistillationConfig, data_sources: Sequence[str | None
     return found
 
 
+def check_unillustrated(batch: TrainingBatch, members: Sequence[int], config: DistillationConfig) -> None:
+    """Check that a teacher which takes no images has none to see.
+
+    Args:
+        batch: the step's.
+        members: numbers of the sequences that it teaches.
+        config: the section, for the message.
+
+    Raises:
+        DataError: one of them has images.
+    """
+    shown = batch.illustrations
+    seen = next((number for number in members if shown is not None and shown[number] is not None), None)
+    if seen is not None:
+        name = f"teachers (of the data source {batch.data_sources[seen]!r})" if config.teachers else "path"
+        raise DataError(
+            f"algorithm.distillation.{name}: the model takes no images, and the group {int(batch.group_ids[seen])} has "
+            "some: name a vision-language model of the same tokenizer and processor"
+        )
+
+
 def advantage_inputs(
     spec: ExperimentSpec,
     batch: TrainingBatch,

@@ -19,7 +19,13 @@ from flotilla.services.trainer.algorithms.kl import adapted_coefficient
 from flotilla.services.trainer.algorithms.metrics import Metrics, combine, summarise
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch, RowRules, make_micro_batches
-from flotilla.services.trainer.learning.advantages import remembered, step_advantages, taught_by_each, with_teacher
+from flotilla.services.trainer.learning.advantages import (
+    check_unillustrated,
+    remembered,
+    step_advantages,
+    taught_by_each,
+    with_teacher,
+)
 from flotilla.services.trainer.learning.gradients import PolicyGradient, update_critic
 from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
 from flotilla.services.trainer.learning.mini_batches import (
@@ -40,7 +46,7 @@ from flotilla.services.trainer.learning.trainable import (
     kept_weights,
     prepare_routers,
     processor_for,
-    tower_of,
+    show_images,
 )
 from flotilla.services.trainer.models.critic import Critic, make_critic
 from flotilla.services.trainer.models.loading import LoadedModel
@@ -126,8 +132,8 @@ class Learner:
         for each in (self.policy, *self._read_alike):
             self._packing = each.resolve_packing(self._packing)
         if self.processor is not None:
-            for shown in filter(None, (self.policy, self.reference)):
-                shown.show_images(tower_of(shown.base, self.processor))
+            seeing = filter(None, (self.policy, self.reference))
+            show_images(spec, self.processor, seeing, zip(teachers, self.teachers, strict=True))
         parameters = loaded.model.named_parameters()
         self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay
@@ -355,6 +361,8 @@ class Learner:
             return batch.teacher_log_probs
         found = torch.zeros_like(batch.rollout_log_probs)
         for teacher, members in zip(self.teachers, taught_by_each(config, batch.data_sources), strict=True):
+            if teacher.tower is None:
+                check_unillustrated(batch, members, config)
             if members:
                 cut = self._cut_of(batch, members, teacher=teacher)
                 found += self.sizes.fit(cut, partial(self._evaluate, teacher, batch))[0]

@@ -29,7 +29,7 @@ class LearnerMemory:
 
     def offload(self) -> None:
         """Free the memory; nothing may be asked of the learner until ``reload``. Errors as of ``Offloader``."""
-        for policy in (self._learner.policy, self._learner.reference):
+        for policy in (self._learner.policy, self._learner.reference, *self._learner.teachers):
             if policy is not None and policy.tower is not None:
                 policy.tower.forget()
         self._offloader.offload(self._tensors())

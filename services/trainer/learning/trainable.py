@@ -1,5 +1,6 @@
 """Which weights of the policy train, and how all of them are laid out for images and kept versions."""
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,7 +17,7 @@ from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
 from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
 from flotilla.shared.config.rules.publication import publishes_adapters
-from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.routers import Routing
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
@@ -52,6 +53,34 @@ def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor |
 def tower_of(body: Any, processor: ImageProcessor) -> Tower:
     """Make what computes images with a model, once it is known what of it trains."""
     return Tower(body, processor, is_frozen=not any(each.requires_grad for each in body.visual.parameters()))
+
+
+def show_images(
+    spec: ExperimentSpec,
+    processor: ImageProcessor,
+    policies: Iterable[Policy],
+    teachers: Iterable[tuple[LoadedModel, Policy]],
+) -> None:
+    """Let models take the images of prompts; one that takes none by itself may teach rows without any.
+
+    Args:
+        spec: the experiment.
+        processor: of the policy.
+        policies: of its architecture.
+        teachers: in the spec's order, each with what it was loaded as.
+
+    Raises:
+        ModelError: one computes its rows in a way that does not go with images, or a teacher's processor gives an image
+            other tokens.
+    """
+    for each in policies:
+        each.show_images(tower_of(each.base, processor))
+    for field, (loaded, teacher) in zip(other_models(spec), teachers, strict=False):
+        if loaded.takes_images:
+            own = processor_for(spec, loaded)
+            assert own is not None
+            processor.check_alike(own, field)
+            teacher.show_images(tower_of(teacher.base, own))
 
 
 def prepare_routers(policy: Policy, spec: ExperimentSpec) -> None:

@@ -113,6 +113,11 @@ class LoadedModel:
     stored: StoredWeights | None = None
 
     @property
+    def takes_images(self) -> bool:
+        """Whether it is a vision-language model."""
+        return takes_images(self.source)
+
+    @property
     def vocabulary(self) -> int:
         """Token ids that the model can read."""
         return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]

@@ -94,7 +94,11 @@ def check_images(
         (rollout.agents is not None, "rollout.agents", "leave it out"),
         (parallelism.ranks > 1, "parallelism.ranks above 1", "train on one rank"),
         (algorithm.needs_critic, "a critic (algorithm.advantage.kind gae)", "choose an estimator without one"),
-        (teacher is not None, "algorithm.distillation", "leave it out"),
+        (
+            teacher is not None and bool(teacher.servers),
+            "algorithm.distillation.servers, which are sent token ids alone",
+            "let the trainer load the teacher (path or teachers)",
+        ),
     ):
         if is_asked:
             raise ValueError(f"data.images does not go with {name}: {way}, or leave images out")

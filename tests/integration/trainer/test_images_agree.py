@@ -188,29 +188,29 @@ def test_an_engine_asleep_keeps_nothing_that_was_computed_of_pictures(folder: Pa
     engine = an_engine(folder)
     renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
     ids, placed = renderer.illustrated((Message("user", "which <image> colour ?"),), PROMPTS[1])
-    before = _num_features()
+    before = num_features()
     sampled(engine, [GenerationRequest("r", ids, (1,), SamplingParameters(2, ignore_eos=True), images=placed)])
-    assert _num_features() == before + 1
+    assert num_features() == before + 1
 
     engine.sleep()
 
-    assert _num_features() == before
+    assert num_features() == before
 
 
 def test_a_trainer_that_gives_its_device_up_keeps_nothing_of_pictures(folder: Path, tmp_path: Path) -> None:
-    learner, memory_before = a_learner(folder), _num_features()
+    learner, memory_before = a_learner(folder), num_features()
     learner.train(answered(folder)[:1], 1)
-    assert _num_features() > memory_before
+    assert num_features() > memory_before
     memory = LearnerMemory(learner, tmp_path)
 
     memory.offload()
 
-    assert _num_features() == memory_before
+    assert num_features() == memory_before
     memory.reload()
     learner.train(answered(folder)[:1], 2)
 
 
-def _num_features() -> int:
+def num_features() -> int:
     gc.collect()
     # Not isinstance: objects that torch deprecates warn when they are asked for their class.
     return sum(issubclass(type(each), Features) for each in gc.get_objects())

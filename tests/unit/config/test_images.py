@@ -29,11 +29,21 @@ def test_images_need_no_more_than_their_section() -> None:
     assert (spec.data.images.column, spec.model.vision_tower) == ("images", "frozen")
 
 
+def test_a_teacher_in_the_trainer_goes_with_images() -> None:
+    spec = a_spec(algorithm={"distillation": {"path": "/models/teacher"}})
+
+    assert spec.algorithm.distillation is not None
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
         ({"rollout": {"engine": {"kind": "sglang"}}}, "rollout.engine.kind sglang"),
         ({"rollout": {"agents": {}}}, "rollout.agents"),
+        (
+            {"algorithm": {"distillation": {"servers": [{"url": "http://t.example.com", "kind": "sglang"}]}}},
+            r"algorithm.distillation.servers, which are sent token ids",
+        ),
         ({"parallelism": {"ranks": 2}}, "parallelism.ranks"),
         ({"algorithm": {"advantage": {"kind": "gae"}}}, "a critic"),
         ({"images": {"min_pixels": 10, "max_pixels": 5}}, "min_pixels 10 is above"),

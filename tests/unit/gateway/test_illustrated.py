@@ -10,7 +10,10 @@ import pytest
 from pyarrow import parquet
 
 from flotilla.services.gateway.datasets.loading import load_training
+from flotilla.services.gateway.preflight.checks import train_dataset
+from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import DataError
 from flotilla.shared.schemas.task import Message, Task
 from tests.vision_models import a_picture
@@ -191,3 +194,33 @@ def test_a_task_carries_a_picture_that_comes_twice_once() -> None:
     assert wire["images"] == [RED, BLUE]
     assert Task.from_wire(wire) == task
     assert "images" not in Task(0, 0, (Message("user", "a"),), 2, 1).to_wire()
+
+
+def taught_by_text(folder: Path, rows: Path, *sources: str) -> ExperimentSpec:
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    teachers = (
+        {"teachers": [{"path": str(folder), "data_sources": list(sources)}]} if sources else {"path": str(folder)}
+    )
+    return validate_spec(
+        {
+            "name": "pictures",
+            "model": {"path": "/models/vl"},
+            "data": {"path": str(rows), "label_column": None, "data_source_column": "from", "images": {}},
+            "rollout": {"group_size": 1},
+            "algorithm": {"distillation": teachers | {"pure": True}},
+            "optimisation": {"steps": 3},
+        }
+    )
+
+
+@pytest.mark.parametrize(("sources", "name"), [((), "path"), (("geometry", "sums"), r"teachers\.0\.path")])
+def test_a_row_with_images_whose_teacher_takes_none_is_refused_by_its_number(
+    tmp_path: Path, sources: tuple[str, ...], name: str
+) -> None:
+    bare = {"prompt": "1 + 1", "from": "sums"}
+    shown = {"prompt": "<image>", "images": [uri(RED)], "from": "geometry"}
+    (tmp_path / "bare").mkdir()
+    train_dataset(taught_by_text(tmp_path, written(tmp_path / "bare", bare), *sources))
+
+    with pytest.raises(DataError, match=rf"distillation\.{name}: row 1 of data has images, and this model takes none"):
+        train_dataset(taught_by_text(tmp_path, written(tmp_path, bare, shown), *sources))

@@ -6,6 +6,7 @@ import pytest
 
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.trial_run.edits import Edits
+from flotilla.trial_run.scaling import scale_down
 from tests.unit.trial_run.recipes import FILES, imported, trial_of
 
 LENGTHS = {"fixed_length", "warmup_steps", "path"}
@@ -125,3 +126,20 @@ def test_models_are_of_the_architecture_that_is_named(tmp_path: Path) -> None:
         ("critic", "llama", False),
         ("reward_model_0", "llama", True),
     ]
+
+
+def test_a_teacher_of_rows_with_images_takes_some(tmp_path: Path) -> None:
+    spec = validate_spec(
+        {
+            "name": "pictures",
+            "model": {"path": "/models/student"},
+            "data": {"path": "rows.jsonl", "images": {}, "label_column": None},
+            "rollout": {"group_size": 1},
+            "algorithm": {"distillation": {"path": "/models/teacher", "pure": True}},
+            "optimisation": {"steps": 3},
+        }
+    )
+
+    trial = scale_down(spec, {}, tmp_path)
+
+    assert [each.family for each in trial.models] == ["qwen2_5_vl", "qwen2_5_vl"]

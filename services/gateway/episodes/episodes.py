@@ -304,7 +304,7 @@ class Episodes:
                 if not wanted.only_known:
                     self._note_holder(experiment, call, service)
             elif error.code in {NoTask.code, NotFound.code} and self._holder(experiment, call) == service.id:
-                self._calls.pop(str(call.name))
+                self._calls[str(call.name)] = None
             if not error.retryable and error.status not in {404, 503}:
                 raise
             return None

@@ -103,6 +103,7 @@ THE_REST = tuple(part for part in gpu.MODULES if part not in (*ONE_FLEET, *NO_FL
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # a compiler takes minutes of a busy machine
 @pytest.mark.parametrize(
     "parts",
     [ONE_FLEET, NO_FLEET, *((part,) for part in VARIANTS), THE_REST],

@@ -151,7 +151,8 @@ def test_a_dump_is_looked_at_again_when_its_groups_are_made(tmp_path: Path) -> N
 
     maker.groups(dataset, range(1))
 
-    assert refused == [str(tmp_path / "run" / "samples")]
+    samples = tmp_path / "run" / "samples"
+    assert refused == [str(samples), str(samples / "step-00000001.parquet")]
 
 
 async def test_the_name_in_a_checkpoints_file_is_no_claim_to_anothers_experiment(gateway: GatewayState) -> None:

@@ -9,6 +9,7 @@ from vllm.entrypoints.rl.online import api_router as rl
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.dev.server_info.api_router import show_server_info
 from vllm.entrypoints.serve.dev.sleep.api_router import sleep
+from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -34,6 +35,8 @@ found: dict[str, dict[str, list[str]]] = {
             field.name for field in msgspec.structs.fields(SamplingParams) if not field.name.startswith("_")
         ),
     },
+    "POST /v1/load_lora_adapter": {"fields": sorted(LoadLoRAAdapterRequest.model_fields)},
+    "POST /v1/unload_lora_adapter": {"fields": sorted(UnloadLoRAAdapterRequest.model_fields)},
     "POST /update_weight_version": {"fields": parameters_of(rl.update_weight_version)},
     "POST /sleep": {"fields": [], "query": parameters_of(sleep)},
     "POST /pause": {"fields": [], "query": parameters_of(rl.pause_generation)},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flotilla.services.rollout.engines.base import Engine
 from flotilla.services.rollout.engines.own import embedded_engine
-from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.servers.settings import AdapterSettings, ServerSettings
 from flotilla.services.rollout.engines.sglang.buckets import BucketProcess
 from flotilla.services.rollout.engines.sglang.engine import SglangEngine
 from flotilla.services.rollout.engines.sglang.group_engine import GroupSglangEngine
@@ -91,7 +91,15 @@ def server_settings(
         load_seconds=engine.load_seconds,
         networks=networks,
         records_experts=spec.algorithm.router_replay == "R3",
+        adapters=_adapters(spec),
     )
+
+
+def _adapters(spec: ExperimentSpec) -> AdapterSettings | None:
+    """Say which adapters a server adds itself; none while whole weights are published."""
+    lora = spec.model.lora
+    is_alone = lora is not None and spec.asynchrony.publication.lora == "adapters"
+    return AdapterSettings(spec.name, lora.rank) if lora is not None and is_alone else None
 
 
 def _options(spec: ExperimentSpec, engine: ServerEngineConfig) -> Options:

@@ -4,8 +4,13 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from flotilla.shared.config.rules.devices import pipeline_stages
-from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
-from flotilla.shared.config.sections.engine import EngineConfig, ServerEngineConfig, SglangEngineConfig
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig, OnWeightUpdate
+from flotilla.shared.config.sections.engine import (
+    MAX_ADAPTER_RANK,
+    EngineConfig,
+    ServerEngineConfig,
+    SglangEngineConfig,
+)
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.publication import PublicationConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
@@ -23,6 +28,8 @@ class Publishing(Protocol):
     def rollout(self) -> RolloutConfig: ...
     @property
     def asynchrony(self) -> AsynchronyConfig: ...
+    @property
+    def shares_devices(self) -> bool: ...
 
 
 def publishes_adapters(spec: Publishing) -> bool:
@@ -35,15 +42,36 @@ def needs_whole_weights(spec: Publishing) -> str | None:
     engine, publication = spec.rollout.engine, spec.asynchrony.publication
     if spec.model.quantisation is not None:
         return "model.lora.quantisation makes another base of the weights of model.path"
-    if not engine.TAKES_ADAPTERS:
-        return f"rollout.engine.kind {engine.kind} takes whole weights"
-    if isinstance(engine, ServerEngineConfig) and engine.url is not None:
-        return "the server at rollout.engine.url takes whole weights"
+    if isinstance(engine, ServerEngineConfig) and (why := _whole_at_server(spec, engine)) is not None:
+        return why
     if publication.quantisation is not None:
         return f"{QUANTISATION} quantises whole weights"
     if publication.delta is not None:
         return "asynchrony.publication.delta sends what differs of whole weights"
     return None
+
+
+def _whole_at_server(spec: Publishing, engine: ServerEngineConfig) -> str | None:
+    """Say why a server needs whole weights; None where it adds adapters to those that it has."""
+    if not engine.TAKES_ADAPTERS:
+        return f"rollout.engine.kind {engine.kind} takes whole weights: {WITHOUT_ADAPTERS[engine.kind]}"
+    if engine.url is not None:
+        return "the server at rollout.engine.url takes whole weights"
+    if spec.asynchrony.on_weight_update is OnWeightUpdate.CONTINUE:
+        return (
+            f"asynchrony.on_weight_update continue needs whole weights: with rollout.engine.kind {engine.kind} a "
+            "sample keeps the adapters that it began with"
+        )
+    if spec.shares_devices:
+        return "resources.sharing time has the server read whole weights when it wakes"
+    if spec.model.lora is not None and spec.model.lora.rank > MAX_ADAPTER_RANK:
+        return f"model.lora.rank {spec.model.lora.rank} is above the {MAX_ADAPTER_RANK} that vLLM has room for"
+    return None
+
+
+WITHOUT_ADAPTERS: Mapping[str, str] = {
+    "sglang": "on a CPU its adapters need memory that is pinned for a GPU, and on a GPU this has not been tried",
+}
 
 
 def check_adapters(spec: Publishing) -> None:
@@ -76,8 +104,10 @@ def decide_publication(spec: Publishing, rollouts: Mapping[str, Collection[str]]
     """
     if spec.asynchrony.publication.lora != "auto" or spec.model.lora is None or not rollouts:
         return None
-    why = needs_whole_weights(spec)
-    unable = [name for name, engines in rollouts.items() if with_adapters(spec.rollout.engine.kind) not in engines]
+    why, kind = needs_whole_weights(spec), spec.rollout.engine.kind
+    if why is None and isinstance(spec.rollout.engine, ServerEngineConfig):
+        why = f"rollout.engine.kind {kind} takes adapters alone where {KEY} says adapters"
+    unable = [name for name, engines in rollouts.items() if with_adapters(kind) not in engines]
     if why is None and unable:
         why = f"the engine of {unable[0]} takes whole weights"
     return ("adapters", None) if why is None else ("merged", why)

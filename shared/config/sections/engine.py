@@ -67,6 +67,8 @@ SGLANG_IMPORTS: Mapping[str, str] = {
     "unified_cache_external_linker_backend": "dynamic",
 }
 """Values of its arguments with which it imports a module that another argument names."""
+MAX_ADAPTER_RANK = 512
+"""That vLLM has room for."""
 VLLM_OPTIONS: Mapping[str, str] = {
     name: instead
     for instead, names in {
@@ -90,6 +92,7 @@ VLLM_OPTIONS: Mapping[str, str] = {
         "nothing: its load is read from them": ("disable_log_stats",),
         "nothing: several do not know each other's requests": ("api_server_count",),
         "nothing: the model has no other name": ("served_model_name",),
+        "model.lora": ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_modules"),
         "resources.sharing": ("enable_sleep_mode",),
         "nothing: weights are read from images": ("weight_transfer_config",),
         "nothing: a draft model would keep its initial weights": ("speculative_config", "spec_model", "spec_method"),
@@ -264,6 +267,7 @@ class VllmEngineConfig(ServerEngineConfig):
     CAPABILITIES: ClassVar[frozenset[EngineCapability]] = frozenset(
         {EngineCapability.EXACT_SPANS, EngineCapability.SLEEP}
     )
+    TAKES_ADAPTERS: ClassVar[bool] = True
     OWNED: ClassVar[Mapping[str, str]] = {**OWNED_OPTIONS, **VLLM_OPTIONS}
 
     kind: Literal["vllm"]

@@ -77,9 +77,9 @@ class PublicationConfig(Config):
     (a shared file system); also while there is no trainer. Costs a write of the whole image per version."""
     lora: Literal["auto", "adapters", "merged"] = "auto"
     """What a version holds where model.lora trains adapters. adapters: A and B alone, which rollouts add to the weights
-    of model.path. merged: all weights, with the adapters added to them. auto: adapters where the engine of every
-    rollout that the experiment starts with can take them, and no other key needs whole weights, else merged; what was
-    decided then stays."""
+    of model.path; with vllm the server adds them itself. merged: all weights, with the adapters added to them. auto:
+    adapters where the engine is the embedded one, that of every rollout that the experiment starts with can take them,
+    and no other key needs whole weights, else merged; what was decided then stays."""
     delta: DeltaConfig | None = None
     """Broadcast changed blocks only; null sends whole images. A rollout that holds another version than the last
     committed one makes that publication a whole one; who maps or pulls the image is not affected."""

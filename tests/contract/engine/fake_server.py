@@ -28,6 +28,8 @@ class Sample:
     max_new_tokens: int
     stops: Sequence[int] = ()
     is_greedy: bool = False
+    adapter: str | None = None
+    """By which it is sampled; None: by the weights alone."""
     tokens: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     is_running: bool = False
@@ -38,7 +40,7 @@ class FakeServer(httpx.AsyncBaseTransport, ABC):
     """Serves a model directory behind a transport of httpx.
 
     Args:
-        model: the directory.
+        model: the directory; ``adapters`` are numbers made of those that it has by name.
         requests: JSON file with the fields of each route that is there.
         slots: requests that run at a time.
         context_length: prompt and completion together.
@@ -53,6 +55,7 @@ class FakeServer(httpx.AsyncBaseTransport, ABC):
         self.drops_connections = 0
         self.calls: list[tuple[str, Body | None]] = []
         self.weights = weights_in(model)
+        self.adapters: dict[str, int] = {}
         self._shapes = {name: header.shape for name, header in read_headers([model / "model.safetensors"]).items()}
         self._slots = asyncio.Semaphore(slots)
         self._samples: dict[str, Sample] = {}
@@ -121,7 +124,11 @@ class FakeServer(httpx.AsyncBaseTransport, ABC):
                     sample.labels[-1] = self.label
             if self.is_dead or sample.is_aborted:
                 return "abort"
-            sample.tokens.append(token_of(sample.prompt, seed, len(sample.tokens), self.weights))
+            assert sample.adapter is None or self.label in sample.adapter, (
+                "it labels tokens of one adapter as another's"
+            )
+            weights = self.weights if sample.adapter is None else self.adapters[sample.adapter]
+            sample.tokens.append(token_of(sample.prompt, seed, len(sample.tokens), weights))
             sample.labels.append(self.label)
             if sample.tokens[-1] in sample.stops:
                 return "stop"

@@ -4,6 +4,9 @@ It takes no field that vLLM 0.32 does not have, and has the habits that matter: 
 it puts before it, a version's label is set by itself, and a directory that cannot be loaded is an error of the server.
 """
 
+import asyncio
+import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,11 @@ class FakeVllm(FakeServer):
         enable_sleep_mode: whether it was started so.
         paused_with: what the last pause asked for.
         asleep: what of its memory is freed.
+        takes_adapters: whether it was started with ``--enable-lora``, and may be given some.
+        refuses_adapters: why it takes none now.
+        load_seconds: that it takes to load one.
+        max_held: the most that it had at a time.
+        answers_as: which adapter it says that it sampled with, if it is wrong.
     """
 
     def __init__(self, model: Path, *, slots: int = 12, context_length: int = 4096, token_seconds: float = 0) -> None:
@@ -37,6 +45,11 @@ class FakeVllm(FakeServer):
         self.asleep: set[str] = set()
         self._has_weights = True
         self._num_generated = 0
+        self.takes_adapters = False
+        self.load_seconds = 0.0
+        self.refuses_adapters: str | None = None
+        self.max_held = 0
+        self.answers_as: str | None = None
         self._routes = {
             "POST /inference/v1/generate": self._generate,
             "POST /inference/v1/abort_requests": self._abort,
@@ -46,6 +59,8 @@ class FakeVllm(FakeServer):
             "POST /wake_up": self._wake_up,
             "POST /collective_rpc": self._reload,
             "POST /update_weight_version": self._set_label,
+            "POST /v1/load_lora_adapter": self._load_adapter,
+            "POST /v1/unload_lora_adapter": self._unload_adapter,
             "GET /version": lambda _: {"version": "0.32.0"},
             "GET /weight_info": lambda _: {"weight_version": self.label},
             "GET /is_sleeping": lambda _: {"is_sleeping": not self._goes_on.is_set()},
@@ -59,7 +74,11 @@ class FakeVllm(FakeServer):
         if len(body["token_ids"]) + params["max_tokens"] > self.context_length:
             return httpx.Response(400, json={"error": {"message": "longer than the maximum model length"}})
         stops = params.get("stop_token_ids", ())
-        sample = Sample(body["token_ids"], params["max_tokens"], stops, is_greedy=not params["temperature"])
+        adapter = body.get("model")
+        if adapter is not None and adapter not in self.adapters:
+            return httpx.Response(404, json={"error": {"message": f"The model `{adapter}` does not exist."}})
+        greedy = not params["temperature"]
+        sample = Sample(body["token_ids"], params["max_tokens"], stops, is_greedy=greedy, adapter=adapter)
         reason = await self._sampled(f"{ID_PREFIX}{body['request_id']}", sample)
         self._num_generated += len(sample.tokens)
         content = [{"token_id": token, "logprob": log_prob_of(token), "rank": 1} for token in sample.tokens]
@@ -70,7 +89,29 @@ class FakeVllm(FakeServer):
             "logprobs": {"content": content},
             "weight_versions": spans_of(sample),
         }
-        return {"request_id": body["request_id"], "choices": [choice]}
+        model = self.answers_as or adapter or str(self.model)
+        return {"request_id": body["request_id"], "model": model, "choices": [choice]}
+
+    async def _load_adapter(self, body: Body) -> httpx.Response:
+        if not self.takes_adapters:
+            return httpx.Response(404, json={"detail": "Not Found"})
+        if self.refuses_adapters is not None:
+            return httpx.Response(500, json={"error": {"message": self.refuses_adapters}})
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        await asyncio.sleep(self.load_seconds)
+        assert name not in self.adapters, "it takes a name once"
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["peft_type"] == "LORA" and config["lora_alpha"] > 0 and config["r"] <= 512
+        self.adapters[name] = zlib.crc32((folder / "adapter_model.safetensors").read_bytes())
+        self.max_held = max(self.max_held, len(self.adapters))
+        return httpx.Response(200, text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    def _unload_adapter(self, body: Body) -> httpx.Response:
+        name = body["lora_name"]
+        if self.adapters.pop(name, None) is None:
+            return httpx.Response(404, json={"error": {"message": f"The lora adapter '{name}' cannot be found."}})
+        assert not any(sample.adapter == name for sample in self._samples.values()), "a request has it"
+        return httpx.Response(200, text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _abort(self, body: Body) -> Any:
         if not self.has_scale_out:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +27,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from transformers.utils import logging
+
+from flotilla.shared.models.weight_files import checksum_of, safetensors_files, shapes_in
+from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
 
 VOCAB = 96
 EOS = 1
@@ -164,6 +168,32 @@ def save_image(model: nn.Module, path: Path, **changes: torch.Tensor) -> Path:
         tensors.pop("lm_head.weight", None)
     save_file({**tensors, **changes}, path)
     return path
+
+
+def save_adapters(directory: Path, path: Path, *, seed: int, rank: int = 4, scale: float = 2.0) -> Path:
+    """Save an image of adapters alone for the attention and the MLP of a model: what a trainer publishes of them."""
+    files = safetensors_files(directory)
+    random, tensors = torch.Generator().manual_seed(seed), {}
+    matrices = {name: shape for name, shape in shapes_in(files).items() if "_proj." in name and len(shape) == 2}
+    for weight, (out, wide) in matrices.items():
+        low, high = names_of(weight)
+        tensors[low] = torch.randn(rank, wide, generator=random) * 0.3
+        tensors[high] = torch.randn(out, rank, generator=random) * 0.3
+    save_file(tensors, path, AdaptersHeader(checksum_of(files), scale).metadata)
+    return path
+
+
+def merged(model: nn.Module, image: Path) -> nn.Module:
+    """Add an image of adapters to the weights of a model, which is changed."""
+    tensors, weights = load_file(image), dict(model.named_parameters())
+    with safe_open(image, "pt") as opened:
+        header = AdaptersHeader.read(opened.metadata())
+    assert header is not None
+    for name in {weight_of(each) for each in tensors}:
+        assert name is not None
+        low, high = (tensors[each] for each in names_of(name))
+        weights[name].data.add_(header.scale * (high @ low))
+    return model
 
 
 def scores(model: nn.Module, prompt_ids: Sequence[int], sampled: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flotilla.services.rollout.engines.decoders.adapter_files import adapted_weights, check_base, header_in
 from flotilla.services.rollout.engines.decoders.arrival import Arrival, ArrivingTensors, Tensors, damaged
 from flotilla.services.rollout.engines.decoders.checkpoint import TensorHeader, TensorSource, open_tensors
-from flotilla.shared.errors import ModelError, WeightTransferFailed
-from flotilla.shared.models.weight_files import checksum_of
+from flotilla.shared.errors import WeightTransferFailed
 from flotilla.shared.weights.image.adapted import added_to
-from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, weight_of
+from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of
 from flotilla.shared.weights.image.digests import of_tensor
 from flotilla.shared.weights.image.quantised import (
     NAMES,
@@ -66,20 +66,8 @@ class BaseWeights:
         return open_tensors(self._files)
 
     def check(self, header: AdaptersHeader) -> None:
-        """Check that adapters are for these weights; the files are read once for it.
-
-        Raises:
-            WeightTransferFailed: they are not.
-        """
-        try:
-            found = checksum_of(self._files)
-        except ModelError as error:
-            raise WeightTransferFailed(error.detail) from error
-        if found != header.base:
-            raise WeightTransferFailed(
-                f"the adapters are for a base with checksum {header.base}, and the model's files here have {found}: "
-                "trainer and rollouts need the same model.path, or set asynchrony.publication.lora to merged"
-            )
+        """Check that adapters are for these weights; errors as of ``check_base``."""
+        check_base(self._files, header)
 
 
 class AdaptedTensors:
@@ -108,7 +96,8 @@ class AdaptedTensors:
         self._loaded = loaded
         self._base, self._source, self._adapters, self._header = base, source, adapters, header
         self.headers = source.headers
-        self._adapted = _adapted(adapters.headers, source.headers, is_transposed=header.is_transposed)
+        shapes = {name: each.shape for name, each in source.headers.items()}
+        self._adapted = adapted_weights(adapters.headers, shapes, is_transposed=header.is_transposed)
 
     def read(self, name: str) -> Tensor:
         """Read a weight, and add what its adapter adds."""
@@ -171,7 +160,7 @@ def _as_served(
     stack: ExitStack,
     loaded: dict[str, LoadedSum] | None = None,
 ) -> Tensors:
-    header = _header(whole.metadata)
+    header = header_in(whole.metadata)
     if header is not None:
         return AdaptedTensors(base, stack.enter_context(base.open()), whole, header, loaded)
     return whole if _quantisation(whole.metadata) is None else DequantisedTensors(whole)
@@ -218,43 +207,3 @@ def _quantisation(metadata: Mapping[str, str]) -> Quantisation | None:
         return read_quantisation(metadata)
     except ValueError as error:
         raise WeightTransferFailed(f"the image cannot be read: {error}") from error
-
-
-def _header(metadata: Mapping[str, str]) -> AdaptersHeader | None:
-    try:
-        return AdaptersHeader.read(metadata)
-    except ValueError as error:
-        raise WeightTransferFailed(f"not an image of adapters: {error}") from error
-
-
-def _adapted(
-    adapters: dict[str, TensorHeader], weights: dict[str, TensorHeader], *, is_transposed: bool
-) -> frozenset[str]:
-    """Name the weights that have adapters.
-
-    Raises:
-        WeightTransferFailed: names or shapes are not those of pairs for the weights.
-    """
-    found = set()
-    for name in adapters:
-        weight = weight_of(name)
-        if weight is None or weight not in weights:
-            raise WeightTransferFailed(f"{name} is no adapter of a weight in the model's files")
-        found.add(weight)
-    for weight in found:
-        low, high = names_of(weight)
-        if low not in adapters or high not in adapters:
-            raise WeightTransferFailed(f"the adapter of {weight} lacks A or B")
-        if not _fits(adapters[low].shape, adapters[high].shape, weights[weight].shape, is_transposed=is_transposed):
-            raise WeightTransferFailed(
-                f"the adapter of {weight} has shapes {list(adapters[low].shape)} and {list(adapters[high].shape)}, "
-                f"which do not fit {list(weights[weight].shape)}"
-            )
-    return frozenset(found)
-
-
-def _fits(low: tuple[int, ...], high: tuple[int, ...], weight: tuple[int, ...], *, is_transposed: bool) -> bool:
-    if len(low) != 2 or len(high) != 2 or low[0] != high[1]:
-        return False
-    out, wide = high[0], low[1]
-    return weight == ((wide, out) if is_transposed else (out, wide))

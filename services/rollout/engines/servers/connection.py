@@ -14,7 +14,7 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from flotilla.shared.errors import (
     InvalidSpec,
     ServerUnreachable,
     Unavailable,
+    WeightsDiverged,
     WorkerDied,
 )
 from flotilla.shared.net.client.checked_transport import CheckedAddresses, checked_address
@@ -293,6 +294,26 @@ class Connection:
             self._on_death()
             if self.server is not None:
                 self.spawn(self.server.close(self._settings.close_seconds), "server end")
+
+    @contextlib.contextmanager
+    def loading(self, version: int, *, goes_on_after: type[FlotillaError] | tuple[()] = ()) -> Iterator[None]:
+        """Give the server up where the block fails: nobody knows what it serves, or it is paused for good.
+
+        Args:
+            version: that the block has it load.
+            goes_on_after: errors that leave it as it was.
+        """
+        try:
+            yield
+        except goes_on_after:
+            raise
+        except Exception as error:
+            why = error.detail if isinstance(error, FlotillaError) else f"the server's reply cannot be used: {error!r}"
+            cause = f"version {version} could not be loaded: {why}"
+            self.die(self.death_by(cause) if isinstance(error, Unavailable) else WorkerDied(cause))
+            if isinstance(error, WeightsDiverged):
+                raise
+            raise self.death or error from error
 
     @property
     def last_lines(self) -> str:

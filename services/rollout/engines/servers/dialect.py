@@ -158,6 +158,57 @@ class Prover(Protocol):
         """
 
 
+class Adapting(Protocol):
+    """How one kind of server samples with adapters that it adds to its weights itself.
+
+    It can where it was started with ``ServerSettings.adapters``.
+    """
+
+    async def load(self, caller: Caller, name: str, directory: Path, *, seconds: float) -> None:
+        """Load a folder of peft's under a new name, while it samples; what it has stays.
+
+        Raises:
+            Refused: it does not take it, and goes on as before.
+        """
+
+    async def unload(self, caller: Caller, name: str) -> None:
+        """Forget an adapter that no request has.
+
+        Raises:
+            Refused: it has none of the name.
+        """
+
+    async def relabel(self, caller: Caller, label: str) -> None:
+        """Label what it samples from now on; it samples nothing meanwhile.
+
+        Raises:
+            Unavailable: it was restarted.
+        """
+
+    def asked_with(self, body: Body, name: str) -> Body:
+        """Have the body for a completion ask for an adapter."""
+
+    def sampled_with(self, reply: Body) -> object:
+        """Read which adapter a completion was sampled with; None if it does not say."""
+
+    async def hashes(self, caller: Caller, rank: int, *, seconds: float) -> Mapping[str, str]:
+        """Ask for SHA-256 of A and scaled B in float32 of the adapter that was loaded last, one behind the other.
+
+        Args:
+            caller: of the server.
+            rank: of all adapters.
+            seconds: that it may take.
+
+        Returns:
+            By the name of the server's layer and the number of the part, ``model.layers.0.self_attn.qkv_proj.1``; the
+            first 16 digits or more. Parts to which nothing is added are left out.
+
+        Raises:
+            Refused: it does not tell.
+            LookupError, TypeError, ValueError, AttributeError: it answers something else.
+        """
+
+
 Check = Callable[[], Awaitable[None]]
 """Fails unless a server has in memory what it was given."""
 
@@ -183,6 +234,8 @@ class Dialect(Protocol):
     """Whether ``load`` wants to be called while nothing is sampled as well."""
     prover: Prover | None
     """How it tells what it has in memory; None if it cannot."""
+    adapters: Adapting | None
+    """How it samples with adapters; None if it cannot."""
     sleeper: Sleeper | None
     """How it lends its memory; None if it cannot. ``SLEEP`` is among its capabilities if it can."""
 

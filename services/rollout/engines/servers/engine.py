@@ -9,21 +9,20 @@ import asyncio
 import shutil
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from flotilla.services.rollout.engines.base import Completion, EngineLoad, GenerationRequest, WeightTransfer
-from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
+from flotilla.services.rollout.engines.servers.adapters import ServedAdapters
 from flotilla.services.rollout.engines.servers.attaching import UNREADABLE, check_served, failed_start
-from flotilla.services.rollout.engines.servers.client import Refused
-from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
-from flotilla.services.rollout.engines.servers.connection import Connection
-from flotilla.services.rollout.engines.servers.dialect import Dialect, Known, Sleeper, VersionLabels, VersionLost
+from flotilla.services.rollout.engines.servers.connection import NO_ANSWER, Connection
+from flotilla.services.rollout.engines.servers.dialect import Dialect, Known, Sleeper, VersionLabels
 from flotilla.services.rollout.engines.servers.gate import UpdateGate
+from flotilla.services.rollout.engines.servers.in_flight import ABORT_SECONDS
 from flotilla.services.rollout.engines.servers.model import ServedModel, make_place, read_served_model, stage_directory
 from flotilla.services.rollout.engines.servers.proof import ServerProof
+from flotilla.services.rollout.engines.servers.sampling import Sampler
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.concurrency.cancelling import to_the_end
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
@@ -31,30 +30,13 @@ from flotilla.shared.errors import (
     DeadlineExceeded,
     FlotillaError,
     InvalidRequest,
-    RequestInFlight,
     Unavailable,
-    WeightsDiverged,
+    WeightTransferFailed,
     WorkerDied,
 )
 from flotilla.shared.schemas.engine import EngineCapability
 
-ABORT_SECONDS = 1.0
-"""After which an abort is sent again: one that overtakes its request is not heard."""
 SWITCH_POLL_SECONDS = 0.01
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request that was accepted, its completions' ids, and the calls that sample them once they are sent."""
-
-    request: GenerationRequest
-    ids: list[str]
-    is_aborted: bool = False
-    calls: list[asyncio.Task[Completion]] = field(default_factory=list)
-
-    @property
-    def num_open(self) -> int:
-        return sum(not call.done() for call in self.calls) if self.calls else len(self.ids)
 
 
 class WholeTransfer:
@@ -99,12 +81,12 @@ class ServerEngine:
         prover = dialect.prover
         can_ask = prover is not None and settings.device == "cpu" and (prover.asks_others or settings.url is None)
         self._proof = ServerProof(prover, settings.dtype, settings.load_seconds) if prover and can_ask else None
-        self._active: dict[str, _Active] = {}
+        host = dialect.adapters if settings.adapters is not None else None
+        self._adapters = ServedAdapters(host, settings, self._place) if host is not None else None
+        self._sampler = Sampler(dialect, self._gate, self._labels, lambda: self._version, self._adapters)
         self._is_closing = False
         self._is_asleep = self._is_falling_asleep = False
         self._num_sleeps = 0
-        self._generated_tokens = 0
-        self._prefilled_tokens = 0
 
     @property
     def capabilities(self) -> frozenset[EngineCapability]:
@@ -163,7 +145,7 @@ class ServerEngine:
         self._is_closing = True
         with suppress(TimeoutError, FlotillaError):
             async with asyncio.timeout(self._settings.close_seconds):
-                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
+                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._sampler.active)))
                 await self._gate.until_empty()
         await self._free()
 
@@ -172,20 +154,12 @@ class ServerEngine:
         connection, model = self._running()
         if self._is_asleep or self._is_falling_asleep:
             raise Unavailable("the engine is asleep")
-        check_request(request, self._context_tokens, model.vocab_size)
-        if request.request_id in self._active:
-            raise RequestInFlight(f"request {request.request_id} is in flight already")
-        active = _Active(request, [new_request_id() for _ in request.seeds])
-        self._active[request.request_id] = active
-        try:
-            return await self._sampled(active, connection, model)
-        finally:
-            del self._active[request.request_id]
+        return await self._sampler.generate(request, connection, model, self._context_tokens)
 
     async def abort(self, request_id: str) -> None:
         """End a request now, unless weights are being loaded: then once they are. See ``Engine.abort``."""
         connection, _ = self._running()
-        active = self._active.get(request_id)
+        active = self._sampler.active.get(request_id)
         if active is None:
             return
         active.is_aborted = True
@@ -196,7 +170,7 @@ class ServerEngine:
                 await asyncio.sleep(SWITCH_POLL_SECONDS)
                 continue
             pairs = zip(active.ids, active.calls, strict=True)
-            await asyncio.gather(*(self._send_abort(connection, each) for each, call in pairs if not call.done()))
+            await asyncio.gather(*(self._sampler.abort(connection, each) for each, call in pairs if not call.done()))
             await asyncio.wait(active.calls, timeout=ABORT_SECONDS)
 
     def begin_transfer(self, image: Path, version: int) -> WeightTransfer:
@@ -221,12 +195,15 @@ class ServerEngine:
         proof, settings = self._proof, self._settings
         if proof is not None and not self._is_asleep and self._version == settings.version:
             await proof.learn(connection, settings.model_path)
-        can_tell = proof is not None and proof.can_tell
+        can_tell = proof is not None and (proof.can_tell if self._adapters is None else proof.can_tell_adapters)
         await self._load(image, version, on_update, proof if can_tell else None)
         return can_tell
 
     async def _load(self, image: Path, version: int, on_update: OnWeightUpdate, proof: ServerProof | None) -> None:
         connection, model = self._running()
+        if self._adapters is not None:
+            await self._load_adapters(self._adapters, image, version, on_update, proof)
+            return
         num_sleeps = self._num_sleeps
         async with self._gate.updating(on_update):
             await asyncio.to_thread(model.check_fits, image)
@@ -238,6 +215,51 @@ class ServerEngine:
                 if num_sleeps != self._num_sleeps:
                     raise Unavailable("the engine was put to sleep")
                 await self._to_the_end(connection, self._switch(connection, source, version, on_update, proof))
+
+    async def _load_adapters(
+        self, adapters: ServedAdapters, image: Path, version: int, on_update: OnWeightUpdate, proof: ServerProof | None
+    ) -> None:
+        """Have the server load adapters while it samples, then have all that it samples go on with them."""
+        connection, model = self._running()
+        if on_update is OnWeightUpdate.CONTINUE:
+            raise WeightTransferFailed(
+                "a sample at a server keeps the adapters that it began with: set asynchrony.on_weight_update to "
+                "interrupt or drain, or asynchrony.publication.lora to merged"
+            )
+        async with self._gate.updating(on_update):
+            try:
+                name = await adapters.stage(model.shapes, image, self._labels.of(version))
+                await self._to_the_end(connection, self._load_beside(connection, adapters, name, version, proof))
+                async with self._gate.switching():
+                    await self._to_the_end(connection, self._change_adapters(connection, adapters, name, version))
+            finally:
+                if connection.death is None:
+                    await self._to_the_end(connection, adapters.forget_others(connection))
+
+    async def _load_beside(
+        self, connection: Connection, adapters: ServedAdapters, name: str, version: int, proof: ServerProof | None
+    ) -> None:
+        with connection.loading(version, goes_on_after=WeightTransferFailed):
+            await adapters.load(connection, name)
+            if proof is not None:
+                await proof.check_adapters(connection, adapters, name, version)
+
+    async def _change_adapters(self, connection: Connection, adapters: ServedAdapters, name: str, version: int) -> None:
+        """End what is at the server, all under the version before; what was not at its end goes on under this one."""
+        connection.check()
+        with connection.loading(version):
+            await self._interrupt(connection)
+            await adapters.host.relabel(connection, self._labels.of(version))
+        adapters.serving, self._version = name, version
+
+    async def _interrupt(self, connection: Connection) -> None:
+        seconds = self._settings.load_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._sampler.interrupt(connection)
+        except TimeoutError:
+            late = f"what it sampled did not end within {seconds:g} s (rollout.engine.load_seconds)"
+            raise DeadlineExceeded(late) from None
 
     async def sleep(self) -> None:
         """Have the server free its memory; see ``Engine.sleep``.
@@ -256,7 +278,7 @@ class ServerEngine:
         self._num_sleeps += 1
         try:
             async with asyncio.timeout(self._settings.load_seconds) as until_empty:
-                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._active)))
+                await asyncio.gather(*(self.abort(request_id) for request_id in list(self._sampler.active)))
                 async with self._gate.updating(OnWeightUpdate.DRAIN), self._gate.switching():
                     until_empty.reschedule(None)
                     await self._to_the_end(connection, self._fall_asleep(connection, sleeper))
@@ -280,17 +302,17 @@ class ServerEngine:
         """Take a snapshot of the load; what runs, and its tokens, as the server last said. See ``Engine.load``."""
         connection, _ = self._running()
         is_asked = self._dialect.asks_when_idle and not (self._gate.is_switching or self._is_asleep)
-        asks = not self._gate.is_held and (self._active or is_asked)
+        asks = not self._gate.is_held and (self._sampler.active or is_asked)
         running, unfinished = await self._at_server(connection) if asks else (0, 0)
-        num_open = sum(active.num_open for active in self._active.values())
+        num_open = sum(active.num_open for active in self._sampler.active.values())
         running = min(running, num_open)
         return EngineLoad(
             version=self._version,
             running=running,
             waiting=num_open - running,
             slots=self._settings.slots,
-            generated_tokens=self._generated_tokens + unfinished,
-            prefilled_tokens=self._prefilled_tokens,
+            generated_tokens=self._sampler.generated_tokens + unfinished,
+            prefilled_tokens=self._sampler.prefilled_tokens,
         )
 
     async def _prepare(self, connection: Connection, model: ServedModel) -> None:
@@ -302,53 +324,6 @@ class ServerEngine:
         if is_found:
             # Whoever used it before may have left other weights there.
             await self._switch(connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
-
-    async def _sampled(self, active: _Active, connection: Connection, model: ServedModel) -> list[Completion]:
-        request = active.request
-        has_no_use = lambda: active.is_aborted or connection.death is not None  # noqa: E731
-        async with self._gate.inside(holds_weights=request.holds_weights, gives_up=has_no_use) as is_inside:
-            if not is_inside:
-                connection.check()
-                return [unstarted_completion(request, index) for index in range(len(request.seeds))]
-            try:
-                async with asyncio.TaskGroup() as calls:
-                    work = [self._sample(active, index, connection, model) for index in range(len(active.ids))]
-                    active.calls = [calls.create_task(each) for each in work]
-            except BaseExceptionGroup as errors:
-                # One cause is enough to tell: the others are the same, or its consequences.
-                raise errors.exceptions[0] from None
-            if any(call.cancelled() for call in active.calls):
-                connection.check()
-            return [call.result() for call in active.calls]
-
-    async def _sample(self, active: _Active, index: int, connection: Connection, model: ServedModel) -> Completion:
-        request = active.request
-        prefix = request.prefixes[index] if request.prefixes else None
-        if prefix is not None and not request.resume.allows(prefix.versions, self._version):
-            prefix = None
-        body = self._dialect.body(request, index, prefix, active.ids[index], self._version)
-        try:
-            reply = await connection.generate(body)
-            facts = (reply, request, index, prefix, self._labels.version)
-            # The experts of long answers take longer than health and leases may wait for the loop.
-            completion = await asyncio.to_thread(
-                completion_of, self._dialect.sampled, *facts, vocab_size=model.vocab_size, routers=model.routers
-            )
-        except Refused as error:
-            raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
-        except VersionLost as error:
-            connection.has_lost(error)
-            raise connection.death or error from error
-        except ValueError as error:
-            connection.die(WorkerDied(f"the {self._dialect.name} server's reply cannot be used: {error}"))
-            raise connection.death or error from error
-        except asyncio.CancelledError:
-            if connection.death is None:
-                connection.spawn(self._send_abort(connection, active.ids[index]), "server abort")
-            raise
-        self._generated_tokens += completion.token_ids.size - completion.num_resumed
-        self._prefilled_tokens += len(request.prompt_ids) + completion.num_resumed
-        return completion
 
     async def _to_the_end(self, connection: Connection, work: Coroutine[None, None, None]) -> None:
         """Await what changes the server, also when cancelled: half-way there is no way back, so the server goes on."""
@@ -370,21 +345,13 @@ class ServerEngine:
             if proof is not None:
                 await proof.check(connection, source, version)
 
-        try:
+        with connection.loading(version):
             if self._is_asleep and sleeper is not None:
                 await sleeper.wake(connection, source, label, load_seconds=seconds)
                 # It may sample, and nobody asks it to until this is over.
                 await check()
             else:
                 await self._dialect.switch(connection, source, label, mode, load_seconds=seconds, check=check)
-        except Exception as error:
-            # Whatever it is, the server may be paused, with nobody to have it go on.
-            why = error.detail if isinstance(error, FlotillaError) else f"the server's reply cannot be used: {error!r}"
-            cause = f"version {version} could not be loaded: {why}"
-            connection.die(connection.death_by(cause) if isinstance(error, Unavailable) else WorkerDied(cause))
-            if isinstance(error, WeightsDiverged):
-                raise
-            raise connection.death or error from error
         self._version, self._is_asleep = version, False
 
     async def _fall_asleep(self, connection: Connection, sleeper: Sleeper) -> None:
@@ -397,16 +364,11 @@ class ServerEngine:
             raise connection.death or error from error
         self._is_asleep = True
 
-    async def _send_abort(self, connection: Connection, each: str) -> None:
-        # An abort that is lost is sent again, or its request's connection is closed.
-        with suppress(FlotillaError):
-            await self._dialect.abort(connection, each)
-
     async def _at_server(self, connection: Connection) -> tuple[int, int]:
         """Ask how many completions run, and how many tokens they have."""
-        prompts = sum(len(active.request.prompt_ids) for active in self._active.values())
-        with suppress(Refused, DeadlineExceeded, Unavailable, *UNREADABLE):
-            return await self._dialect.load(connection, Known(prompts, self._generated_tokens))
+        prompts = sum(len(active.request.prompt_ids) for active in self._sampler.active.values())
+        with suppress(*NO_ANSWER, Unavailable, *UNREADABLE):
+            return await self._dialect.load(connection, Known(prompts, self._sampler.generated_tokens))
         return 0, 0
 
     def _serving(self) -> str | None:
@@ -415,7 +377,7 @@ class ServerEngine:
 
     def _on_death(self) -> None:
         """Wake everybody who waits for the server."""
-        for active in self._active.values():
+        for active in self._sampler.active.values():
             for call in active.calls:
                 call.cancel()
         if self._connection is not None:

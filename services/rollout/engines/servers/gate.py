@@ -106,6 +106,11 @@ class UpdateGate:
         finally:
             self._is_switching = False
 
+    async def until_open(self, gives_up: Callable[[], bool]) -> None:
+        """Wait, inside, until the server samples again, or until it need not any more; see ``inside``."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: gives_up() or not self._is_switching)
+
     async def until_empty(self) -> None:
         """Wait until no request is at the server."""
         async with self._changed:

@@ -9,11 +9,14 @@ import asyncio
 import hashlib
 import logging
 import mmap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from flotilla.services.rollout.engines.decoders.adapter_files import header_in
+from flotilla.services.rollout.engines.servers.adapters import ServedAdapters
 from flotilla.services.rollout.engines.servers.attaching import UNREADABLE
 from flotilla.services.rollout.engines.servers.dialect import Caller, Prover
 from flotilla.shared.errors import (
@@ -24,8 +27,9 @@ from flotilla.shared.errors import (
     WeightTransferFailed,
     WorkerDied,
 )
-from flotilla.shared.models.weight_files import safetensors_files
+from flotilla.shared.models.weight_files import safetensors_files, shapes_in
 from flotilla.shared.schemas.publication import TensorSpec
+from flotilla.shared.weights.image.adapters import names_of
 from flotilla.shared.weights.image.layout import ImageLayout
 
 log = logging.getLogger(__name__)
@@ -87,6 +91,50 @@ def hashes_of(
     return found
 
 
+def adapter_hashes_of(file: Path, names: Collection[str], files: Collection[Path]) -> dict[str, str | None]:
+    """Hash what a server holds that has loaded a file of adapters in float32; see ``Adapting.hashes``; blocks.
+
+    Args:
+        file: of the adapters.
+        names: of the server's tensors that can be told.
+        files: of the weights that they are added to.
+
+    Returns:
+        By layer and part; None where nothing is added.
+
+    Raises:
+        WeightTransferFailed: a file cannot be read.
+    """
+    known = shapes_in([*files])
+    try:
+        image = file.read_bytes()
+    except OSError as error:
+        raise WeightTransferFailed(f"adapters cannot be read again: {error}") from error
+    layout = ImageLayout.parse(image)
+    header, specs = header_in(layout.metadata), {spec.name: spec for spec in layout.tensors}
+    found: dict[str, str | None] = {}
+    for name in names:
+        for number, weight in enumerate(parts_of(name, known)):
+            pair = [specs.get(each) for each in names_of(weight)]
+            key = f"{name.removesuffix('.weight')}.{number}"
+            found[key] = None
+            if header is not None and (low := pair[0]) is not None and (high := pair[1]) is not None:
+                rank = low.shape[0]
+                # As the server has it from the folder: alpha divided by the rank.
+                scale = np.float32(header.scale * rank / rank)
+                parts = [_as_float32(image, low), _as_float32(image, high) * scale]
+                if any(each.any() for each in parts):
+                    found[key] = hashlib.sha256(b"".join((each + 0).tobytes() for each in parts)).hexdigest()
+    return found
+
+
+def _as_float32(image: bytes, spec: TensorSpec) -> npt.NDArray[np.float32]:
+    part = memoryview(image)[spec.start : spec.end]
+    if spec.dtype == "BF16":
+        return (np.frombuffer(part, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(part, np.float16 if spec.dtype == "F16" else np.float32).astype(np.float32)
+
+
 def _without_signs_of_zeros(part: memoryview, dtype: str) -> bytes:
     words = np.frombuffer(part, np.uint32 if dtype == "float32" else np.uint16).copy()
     words[words == 1 << (8 * words.itemsize - 1)] = 0
@@ -111,6 +159,11 @@ class ServerProof:
     def can_tell(self) -> bool:
         """Whether any of its tensors can be told, by what it began with."""
         return bool(self._provable)
+
+    @property
+    def can_tell_adapters(self) -> bool:
+        """Whether adapters that are added to these can be told, too."""
+        return self.can_tell and self._dtype == "float32"
 
     async def learn(self, caller: Caller, model: Path) -> None:
         """Find out which of its tensors can be told; once, while it serves what it began with.
@@ -162,15 +215,37 @@ class ServerProof:
             WeightTransferFailed: the directory is gone.
             Refused, LookupError, TypeError, ValueError, AttributeError: it does not tell any more.
         """
-        file = directory / "model.safetensors"
-        wanted = await asyncio.to_thread(self._wanted, [file], self._provable or ())
-        held = await self._prover.hashes(caller, seconds=self._seconds)
-        wrong = sorted(name for name, each in wanted.items() if not _is(held.get(name, ""), each))
-        if wrong:
-            raise WeightsDiverged(
-                f"version {version} as the server has it is not what was published: {len(wanted) - len(wrong)} of "
-                f"{len(wanted)} tensors are right, the first that differs is {wrong[0]}"
-            )
+        await self._check(caller, [directory / "model.safetensors"], version)
+
+    async def check_adapters(self, caller: Caller, adapters: ServedAdapters, name: str, version: int) -> None:
+        """Hold the weights that it has against the model's files, and the adapters that it loaded last against theirs.
+
+        Args:
+            caller: of the server, which may sample other adapters meanwhile.
+            adapters: that it has.
+            name: of those that it loaded last.
+            version: that they are.
+
+        Raises:
+            As of ``check``.
+        """
+        files, file = adapters.files(name)
+        await self._check(caller, files, version)
+        wanted = await asyncio.to_thread(adapter_hashes_of, file, self._provable or (), files)
+        _refuse(version, wanted, await adapters.held_by(caller))
+
+    async def _check(self, caller: Caller, files: Sequence[Path], version: int) -> None:
+        wanted = await asyncio.to_thread(self._wanted, files, self._provable or ())
+        _refuse(version, wanted, await self._prover.hashes(caller, seconds=self._seconds))
+
+
+def _refuse(version: int, wanted: Mapping[str, str | None], held: Mapping[str, str]) -> None:
+    wrong = sorted(n for n, each in wanted.items() if (n in held if each is None else not _is(held.get(n, ""), each)))
+    if wrong:
+        raise WeightsDiverged(
+            f"version {version} as the server has it is not what was published: {len(wanted) - len(wrong)} of "
+            f"{len(wanted)} tensors are right, the first that differs is {wrong[0]}"
+        )
 
 
 def _is(found: str, wanted: str | None) -> bool:

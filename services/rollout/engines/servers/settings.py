@@ -8,6 +8,19 @@ from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Adapters that a server adds to its weights itself.
+
+    Attributes:
+        name: that their names at the server begin with.
+        rank: of all of them.
+    """
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
     """How the server runs, or where it runs already.
 
@@ -32,6 +45,7 @@ class ServerSettings:
             its other ranks, may be at; None leaves the choice to the server.
         records_experts: record which experts the routers of a mixture choose for each token.
         probe_seconds: between two looks at the server's health; three that fail are its death.
+        adapters: that images hold alone; None: they hold whole weights.
     """
 
     model_path: Path
@@ -53,6 +67,7 @@ class ServerSettings:
     group_host: str | None = None
     records_experts: bool = False
     probe_seconds: float = 10.0
+    adapters: AdapterSettings | None = None
 
     def __post_init__(self) -> None:
         if self.python is None and self.url is None:

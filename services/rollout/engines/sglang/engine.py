@@ -25,6 +25,7 @@ from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.command import HOST, clean_environment, flags, free_port, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import (
+    Adapting,
     Body,
     Caller,
     Check,
@@ -238,6 +239,8 @@ class SglangDialect:
     label_path = "/model_info"
     asks_when_idle = False
     prover: Prover | None = SglangProver()
+    adapters: Adapting | None = None
+    """Its backend for CPUs needs memory that is pinned for a GPU, and no other has been tried."""
     sleeper: Sleeper | None = SglangSleeper()
 
     def __init__(self, handles: LoadingByHandles | None = None, *, records_experts: bool = False) -> None:

@@ -13,10 +13,12 @@ import httpx
 
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.servers.adapters import MAX_HELD
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.command import clean_environment, flags, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import (
+    Adapting,
     Body,
     Caller,
     Check,
@@ -30,7 +32,7 @@ from flotilla.services.rollout.engines.servers.dialect import (
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.config.sections.engine import OptionValue, VllmEngineConfig
+from flotilla.shared.config.sections.engine import MAX_ADAPTER_RANK, OptionValue, VllmEngineConfig
 from flotilla.shared.environment.settings import ENGINE_PYTHONS
 from flotilla.shared.errors import InvalidSpec, ModelError, Unavailable
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -38,8 +40,10 @@ from flotilla.shared.schemas.trajectory import FinishReason
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 SOCKET = "server.sock"
 HELD_WEIGHTS = Path(__file__).with_name("held_weights.py")
-EXTENSION, HASHES = "flotilla_held_weights", "flotilla_hashes"
-"""The worker extension's module, a copy of that file in the server's directory, and its method."""
+EXTENSION, HASHES, ADAPTER_HASHES = "flotilla_held_weights", "flotilla_hashes", "flotilla_adapter_hashes"
+"""The worker extension's module, a copy of that file in the server's directory, and its methods."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_ADAPTER_RANK)
+"""That it has room for; adapters of others take the next."""
 MAX_SOCKET_PATH = 100
 """A Unix socket's path has 107 bytes at most on Linux."""
 GIB = 1 << 30
@@ -70,6 +74,9 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
         "skip_tokenizer_init": not settings.decodes,
         "enable_scale_out": True,
     }
+    if settings.adapters is not None:
+        room = next(each for each in RANKS if each >= settings.adapters.rank)
+        owned |= {"enable_lora": True, "max_loras": MAX_HELD, "max_cpu_loras": MAX_HELD, "max_lora_rank": room}
     if settings.device == "cpu" and "worker_extension_cls" not in plain_names(settings.options):
         owned["worker_extension_cls"] = f"{EXTENSION}.HeldWeights"
     if settings.sleeps and settings.device != "cpu":
@@ -84,6 +91,8 @@ def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[
     kept = clean_environment(inherited)
     kept |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
     kept["VLLM_USE_RUST_FRONTEND"] = "0"
+    if settings.adapters is not None:
+        kept["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     given = plain_names(settings.options)
     if settings.device == "cpu":
         # Another pool that spins, or that is bound to cores which others use, makes both several times slower.
@@ -190,10 +199,43 @@ class VllmProver:
 
     async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
         """Ask its worker; see ``Prover.hashes``."""
-        results = (await caller.post("/collective_rpc", {"method": HASHES}, seconds=seconds))["results"]
-        if len(results) != 1:
-            raise Refused(f"a vLLM server of {len(results)} ranks does not tell the hashes of whole tensors", 200)
-        return {str(name): str(found) for name, found in results[0].items()}
+        return await _asked_of_worker(caller, {"method": HASHES}, seconds)
+
+
+async def _asked_of_worker(caller: Caller, call: Body, seconds: float) -> Mapping[str, str]:
+    results = (await caller.post("/collective_rpc", call, seconds=seconds))["results"]
+    if len(results) != 1:
+        raise Refused(f"a vLLM server of {len(results)} ranks does not tell the hashes of whole tensors", 200)
+    return {str(name): str(found) for name, found in results[0].items()}
+
+
+class VllmAdapters:
+    """Has a server that was started with ``--enable-lora`` sample with adapters: each is a model of its own there."""
+
+    async def load(self, caller: Caller, name: str, directory: Path, *, seconds: float) -> None:
+        """Load a folder between two steps; see ``Adapting.load``."""
+        await caller.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)}, seconds=seconds)
+
+    async def unload(self, caller: Caller, name: str) -> None:
+        """Forget its name; its memory goes to the next but one."""
+        await caller.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def relabel(self, caller: Caller, label: str) -> None:
+        """Label it, and look: a server that was restarted has no adapters."""
+        await _relabel(caller, label)
+        await _check_label(caller, label)
+
+    def asked_with(self, body: Body, name: str) -> Body:
+        """Ask for the adapter as a model."""
+        return {**body, "model": name}
+
+    def sampled_with(self, reply: Body) -> object:
+        """Read the model."""
+        return reply.get("model")
+
+    async def hashes(self, caller: Caller, rank: int, *, seconds: float) -> Mapping[str, str]:
+        """Ask its worker; see ``Adapting.hashes``."""
+        return await _asked_of_worker(caller, {"method": ADAPTER_HASHES, "args": [rank]}, seconds)
 
 
 class VllmSleeper:
@@ -233,6 +275,7 @@ class VllmDialect:
     label_path = "/weight_info"
     asks_when_idle = True
     prover: Prover | None = VllmProver()
+    adapters: Adapting | None = VllmAdapters()
     sleeper: Sleeper | None = VllmSleeper()
 
     def __init__(self, *, raw: bool) -> None:
@@ -287,7 +330,7 @@ class VllmDialect:
 
     async def greet(self, caller: Caller, label: str) -> None:
         """Label its weights, and note what it has generated for others."""
-        await caller.post("/update_weight_version", {"new_version": label})
+        await _relabel(caller, label)
         self._generated_before = metric_of(await caller.get("/metrics"), GENERATED)
 
     def body(
@@ -335,8 +378,16 @@ async def _reload(caller: Caller, source: Path, label: str, load_seconds: float)
         Unavailable: the server was restarted.
     """
     load = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
-    await caller.post("/update_weight_version", {"new_version": label})
+    await _relabel(caller, label)
     await caller.post("/collective_rpc", load, seconds=load_seconds)
+    await _check_label(caller, label)
+
+
+async def _relabel(caller: Caller, label: str) -> None:
+    await caller.post("/update_weight_version", {"new_version": label})
+
+
+async def _check_label(caller: Caller, label: str) -> None:
     found = label_in(await caller.get("/weight_info"))
     if found != label:
         raise Unavailable(f"the vLLM server was restarted while it loaded weights: they are labelled {found!r}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 TWO = "0" * 64
-"""In the place of a hash where a layer holds its weight twice, and they differ."""
+"""In the place of a hash where a layer holds its weight twice, and they differ, or more than was loaded."""
 ROWS = 256
 """Unit vectors that a layer is given at a time."""
 
@@ -27,7 +27,8 @@ class HeldWeights:
         with torch.inference_mode():
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
-                    path = f"{prefix}.{name}".removeprefix(".")
+                    # A layer that takes adapters has the plain one inside.
+                    path = f"{prefix}.{name}".removeprefix(".").replace(".base_layer.", ".")
                     if parameter.numel():
                         found[path] = _hash(_without_padding(module, parameter.data))
                     packed = _multiplied_by(module) if name == "weight" else None
@@ -35,6 +36,22 @@ class HeldWeights:
                         # An embedding has both, for looking up and for the head.
                         product = _hash(_without_padding(module, packed))
                         found[path] = product if found.get(path, product) == product else TWO
+        return found
+
+    def flotilla_adapter_hashes(self, rank: int) -> dict[str, str]:
+        """Hash A and scaled B of the adapter that was loaded last, by layer and part; zeros without a sign."""
+        manager, found = self.model_runner.lora_manager._adapter_manager, {}
+        place = manager.lora_index_to_id.index(max(manager.list_adapters()))
+        for name, module in manager.modules.items():
+            lows, highs = (getattr(module, each, None) for each in ("lora_a_stacked", "lora_b_stacked"))
+            if not isinstance(lows, tuple) or not isinstance(highs, tuple):
+                continue
+            for part in range(len(lows)):
+                low, high = lows[part][place, 0], highs[part][place, 0]
+                if low[rank:].any() or high[:, rank:].any():
+                    found[f"{name}.{part}"] = TWO
+                elif low.any() or high.any():
+                    found[f"{name}.{part}"] = _hash(low[:rank], high[:, :rank])
         return found
 
 
@@ -60,7 +77,10 @@ def _without_padding(module: Any, held: torch.Tensor) -> torch.Tensor:
     return held if rows is None else held[:rows]
 
 
-def _hash(held: torch.Tensor) -> str:
-    # A product with zeros has no negative zero.
-    whole = (held + 0).contiguous().cpu()
-    return hashlib.sha256(whole.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _hash(*held: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for each in held:
+        # A product with zeros has no negative zero.
+        whole = (each + 0).contiguous().cpu()
+        digest.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

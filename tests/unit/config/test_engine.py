@@ -54,6 +54,7 @@ def test_options_of_sglang_survive_the_way_over_the_wire() -> None:
         ({"kind": "vllm", "url": "http://localhost:99999"}, "url", "port 99999"),
         ({"kind": "sglang", "threads": 2}, "threads", ""),
         ({"kind": "vllm", "options": {"max_num_seqs": 4}}, "options", "it is set by rollout.engine.slots"),
+        ({"kind": "vllm", "options": {"max-lora-rank": 8}}, "options", "it is set by model.lora"),
         ({"kind": "vllm", "options": {"no-enable-scale-out": True}}, "options", "how it is asked"),
         ({"kind": "vllm", "options": {"worker-extension-cls": "a.B"}}, "options", "which would be imported"),
         ({"kind": "vllm", "options": {"compilation_config.backend": "a"}}, "options", "no name of a server argument"),

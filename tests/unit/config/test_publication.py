@@ -20,12 +20,16 @@ def adapting(
     *,
     engine: dict[str, Any] | None = None,
     quantisation: dict[str, Any] | None = None,
+    rank: int = 4,
+    on_weight_update: str = "interrupt",
+    sharing: str = "none",
     **publication: Any,
 ) -> dict[str, Any]:
     return {
-        "model": spec_document()["model"] | {"lora": {"rank": 4, "quantisation": quantisation}},
+        "model": spec_document()["model"] | {"lora": {"rank": rank, "quantisation": quantisation}},
         "rollout": {"engine": engine or {}},
-        "asynchrony": {"publication": {"lora": lora, **publication}},
+        "asynchrony": {"publication": {"lora": lora, **publication}, "on_weight_update": on_weight_update},
+        "resources": {"sharing": sharing},
     }
 
 
@@ -61,7 +65,17 @@ def test_a_process_that_broadcasts_is_started_ahead_where_images_are_not_mapped(
         ({"asynchrony": {"publication": {"lora": "adapters"}}}, "without model.lora"),
         ({"asynchrony": {"publication": {"lora": "merged"}}}, "without model.lora"),
         (adapting(delta={}), "asynchrony.publication.delta sends what differs of whole weights"),
-        (adapting(engine={"kind": "vllm"}), "rollout.engine.kind vllm takes whole weights"),
+        (adapting(engine={"kind": "sglang"}), "rollout.engine.kind sglang takes whole weights: on a CPU its adapters"),
+        (
+            adapting(engine={"kind": "vllm", "url": "http://localhost:1"}),
+            "the server at rollout.engine.url takes whole",
+        ),
+        (adapting(engine={"kind": "vllm"}, on_weight_update="continue"), "on_weight_update continue needs whole"),
+        (adapting(engine={"kind": "vllm"}, rank=513), "model.lora.rank 513 is above the 512 that vLLM has room for"),
+        (
+            adapting(engine={"kind": "vllm", "device": "cuda:0"}, sharing="time"),
+            "resources.sharing time has the server",
+        ),
         (adapting(quantisation={"dtype": "nf4"}), "model.lora.quantisation makes another base"),
         (
             {
@@ -97,8 +111,8 @@ BOTH = {"torch", "torch with adapters"}
         ),
         (
             adapting("auto", engine={"kind": "vllm"}),
-            {"one": BOTH},
-            ("merged", "rollout.engine.kind vllm takes whole weights"),
+            {"one": {"vllm", "vllm with adapters"}},
+            ("merged", "rollout.engine.kind vllm takes adapters alone where asynchrony.publication.lora says adapters"),
         ),
     ],
 )

@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from flotilla.services.gateway.scheduler.demands import engine_to_start
 from flotilla.services.rollout.engines.opening import make_engine, offers, server_settings
-from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.servers.settings import AdapterSettings, ServerSettings
 from flotilla.services.rollout.engines.vllm.engine import VllmEngine
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.engine import VllmEngineConfig
@@ -64,6 +65,19 @@ async def test_an_update_is_pause_label_load_look_resume(
     assert completion.versions == ((0, 4),)
     assert server.calls[-1][1] is not None
     assert server.calls[-1][1]["cache_salt"] == "4"
+
+
+def test_a_server_is_told_of_adapters_that_are_published_alone_and_only_then() -> None:
+    for lora, expected in (("adapters", AdapterSettings("tiny", 6)), ("merged", None)):
+        spec = a_spec(
+            model={"path": "/nowhere/model", "lora": {"rank": 6}},
+            rollout={"engine": {"kind": "vllm"}},
+            asynchrony={"publication": {"lora": lora}},
+        )
+        assert isinstance(spec.rollout.engine, VllmEngineConfig)
+        assert server_settings(spec, spec.rollout.engine, Path("python"), ()).adapters == expected
+        assert engine_to_start(spec) == ("vllm with adapters" if expected else "vllm")
+    assert {offer.kind for offer in offers({}, has_gpus=False) if offer.takes_adapters} == {"torch", "vllm"}
 
 
 async def test_an_update_that_the_server_cannot_load_is_the_engines_death(

@@ -21,15 +21,16 @@ def adapting(
     engine: dict[str, Any] | None = None,
     quantisation: dict[str, Any] | None = None,
     rank: int = 4,
-    on_weight_update: str = "interrupt",
-    sharing: str = "none",
+    on_weight_update: str | None = None,
+    sharing: str | None = None,
     **publication: Any,
 ) -> dict[str, Any]:
     return {
         "model": spec_document()["model"] | {"lora": {"rank": rank, "quantisation": quantisation}},
         "rollout": {"engine": engine or {}},
-        "asynchrony": {"publication": {"lora": lora, **publication}, "on_weight_update": on_weight_update},
-        "resources": {"sharing": sharing},
+        "asynchrony": {"publication": {"lora": lora, **publication}}
+        | ({} if on_weight_update is None else {"on_weight_update": on_weight_update}),
+        "resources": {} if sharing is None else {"sharing": sharing},
     }
 
 

@@ -105,7 +105,8 @@ class Sampler:
 
     async def _sample(self, active: Active, index: int, connection: Connection, model: ServedModel) -> Completion:
         """Sample a completion; where other adapters take over meanwhile, the rest of it with those."""
-        request, num_resumed = active.request, None
+        request = active.request
+        num_resumed: int | None = None
         made = unstarted_completion(request, index)
         prefix = request.prefixes[index] if request.prefixes else None
         if prefix is not None and not request.resume.allows(prefix.versions, self._serving()):

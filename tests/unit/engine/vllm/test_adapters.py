@@ -380,4 +380,5 @@ async def test_adapters_that_are_flipped_half_there_or_the_former_ones_are_named
     with pytest.raises(WeightsDiverged, match="version 5 as the server has it is not what was published") as raised:
         await proof.check_adapters(server, adapters, name, 5)
     first = {"flip": "qkv_proj.2", "half": "qkv_proj.0", "padding": "qkv_proj.0", "base": "qkv_proj.weight"}
-    assert raised.value.detail.endswith(f"model.layers.1.self_attn.{first[damage]}") or damage == "keep"
+    where = f"model.layers.1.self_attn.{first[damage]}" if damage in first else "model.layers.0.mlp.down_proj.0"
+    assert raised.value.detail.endswith(f"the first that differs is {where}")

@@ -31,7 +31,8 @@ class FakeVllm(FakeServer):
         asleep: what of its memory is freed.
         takes_adapters: whether it was started with ``--enable-lora``, and may be given some.
         refuses_adapters: why it takes none now.
-        load_seconds: that it takes to load one.
+        relabel_seconds: that the answer to a new label takes, which counts before.
+        hangs: whether it answers a load in no time that anybody waits.
         max_held: the most that it had at a time.
         answers_as: which adapter it says that it sampled with, if it is wrong.
     """
@@ -46,7 +47,8 @@ class FakeVllm(FakeServer):
         self._has_weights = True
         self._num_generated = 0
         self.takes_adapters = False
-        self.load_seconds = 0.0
+        self.hangs = False
+        self.relabel_seconds = 0.0
         self.refuses_adapters: str | None = None
         self.max_held = 0
         self.answers_as: str | None = None
@@ -98,7 +100,9 @@ class FakeVllm(FakeServer):
         if self.refuses_adapters is not None:
             return httpx.Response(500, json={"error": {"message": self.refuses_adapters}})
         name, folder = body["lora_name"], Path(body["lora_path"])
-        await asyncio.sleep(self.load_seconds)
+        await asyncio.sleep(0)
+        if self.hangs:
+            raise httpx.ReadTimeout("")
         assert name not in self.adapters, "it takes a name once"
         config = json.loads((folder / "adapter_config.json").read_text())
         assert config["peft_type"] == "LORA" and config["lora_alpha"] > 0 and config["r"] <= 512
@@ -155,8 +159,9 @@ class FakeVllm(FakeServer):
     def _on_wrong_shapes(self) -> str:
         return "shape mismatch"
 
-    def _set_label(self, body: Body) -> Body:
+    async def _set_label(self, body: Body) -> Body:
         self.label = body["new_version"]
+        await asyncio.sleep(self.relabel_seconds)
         return {"success": True, "new_version": self.label}
 
     def _info(self, _: Body) -> Body:

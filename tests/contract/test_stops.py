@@ -86,7 +86,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/rollout/engines/decoders/native/kernels.py:Kernels.sample": 1,
         "services/rollout/engines/decoders/fused.py:NativeForward.use": 1,
         "services/rollout/engines/embedded/batch.py:Batch._penalties_of": 1,
-        "services/rollout/engines/servers/engine.py:ServerEngine._sample": 1,
         "services/sandbox/fork_servers.py:_spawn": 1,
         "services/trainer/algorithms/log_probs.py:_ChunkedHead.backward": 1,
         "services/trainer/models/attention.py:_in_one_call": 1,

@@ -145,11 +145,9 @@ class Sampler:
                 reply = await connection.generate(asked)
             if adapters is not None and name is not None and (other := adapters.host.sampled_with(reply)) != name:
                 raise ValueError(f"it sampled with {other!r} what was asked of {name!r}")
-            facts = (reply, request, index, prefix, self._labels.version)
+            read = partial(completion_of, self._dialect.sampled, vocab_size=model.vocab_size, routers=model.routers)
             # The experts of long answers take longer than health and leases may wait for the loop.
-            completion = await asyncio.to_thread(
-                completion_of, self._dialect.sampled, *facts, vocab_size=model.vocab_size, routers=model.routers
-            )
+            completion = await asyncio.to_thread(read, reply, request, index, prefix, self._labels.version)
         except Refused as error:
             raise (InvalidRequest if error.answered == 400 else Unavailable)(error.detail) from error
         except VersionLost as error:

@@ -301,13 +301,13 @@ class Connection:
 
         Args:
             version: that the block has it load.
-            goes_on_after: errors that leave it as it was.
+            goes_on_after: errors that leave it as it was; but for what is found to be other than it was given.
         """
         try:
             yield
-        except goes_on_after:
-            raise
         except Exception as error:
+            if isinstance(error, goes_on_after) and not isinstance(error, WeightsDiverged):
+                raise
             why = error.detail if isinstance(error, FlotillaError) else f"the server's reply cannot be used: {error!r}"
             cause = f"version {version} could not be loaded: {why}"
             self.die(self.death_by(cause) if isinstance(error, Unavailable) else WorkerDied(cause))

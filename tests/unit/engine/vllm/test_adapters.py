@@ -245,6 +245,26 @@ async def test_a_server_that_does_not_load_in_time_or_says_another_adapter_is_gi
     await wrong.close()
 
 
+async def test_a_server_that_has_other_adapters_than_it_was_given_is_given_up_before_it_samples_with_them(
+    engine: VllmEngine, server: FakeVllm, images: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Proof:
+        can_tell_adapters = True
+
+        async def learn(self, *_: object) -> None: ...
+
+        async def check_adapters(self, *_: object) -> None:
+            raise WeightsDiverged("version 4 as the server has it is not what was published")
+
+    monkeypatch.setattr(engine, "_proof", Proof())
+    with pytest.raises(WeightsDiverged):
+        await engine.load_proved(images(4), 4, INTERRUPT, "digest")
+
+    with pytest.raises(WorkerDied, match="version 4 could not be loaded: version 4 as the server has it is not"):
+        await engine.generate(a_request(PROMPT, max_new_tokens=1))
+    assert asked(server) == []
+
+
 async def test_what_does_not_fit_is_refused_before_the_server_is_asked(
     engine: VllmEngine, server: FakeVllm, model: Path, images: Callable[[int], Path], tmp_path: Path
 ) -> None:

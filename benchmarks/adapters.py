@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.engine import SIZES
+from benchmarks.models import SIZES
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
 from flotilla.services.rollout.engines.embedded.outcomes import Generated

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.trainer import SIZES, make_batch, write_model
+from benchmarks.models import SIZES, write_model
+from benchmarks.trainer import make_batch
 from benchmarks.trainer_updates import groups_of, our_learner
 from flotilla.services.trainer.checkpoint.manager import CheckpointManager, CopiedCheckpoint, Progress
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage

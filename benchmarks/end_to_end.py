@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks import plain_rewards
 from benchmarks.end_to_end_runs import Run, Shown, run_ours, run_trl, saying
 from benchmarks.held_out import accuracies
-from benchmarks.trainer import write_model
+from benchmarks.models import write_model
 from examples.arithmetic.problems import training_set, worked_solution
 from examples.arithmetic.settings import settings_of
 from examples.arithmetic.tokenizer import build_tokenizer

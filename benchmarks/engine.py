@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.models import SIZES
 from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.decoders.architecture import Architecture, architecture_of
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine, use_threads
@@ -49,36 +50,6 @@ NEW_TOKENS = 32
 GROUP_SIZE = 8
 FEW_ROUNDS = {"continuous": 3, "sglang": 3}
 """Of those that take long."""
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 256,
-        "vocab_size": 428,
-    },
-    "29M": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 8192,
-    },
-    # As that of benchmarks/trainer.py.
-    "36M": {
-        "hidden_size": 512,
-        "num_hidden_layers": 10,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 8192,
-    },
-}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.models import SIZES, write_model
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.sizes.engine import engine_footprint
@@ -32,25 +33,6 @@ from flotilla.shared.sizes.trainer import trainer_footprint
 LOOK_SECONDS: Final = 0.02
 SETTLE_SECONDS: Final = 0.05
 GROUP_SIZE: Final = 8
-SIZES: Final[Mapping[str, Mapping[str, int]]] = {
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 256, "vocab_size": 428,
-    },
-    "36M": {
-        "hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-        "intermediate_size": 1536, "vocab_size": 8192,
-    },
-    "150M": {
-        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-        "head_dim": 64, "intermediate_size": 2304, "vocab_size": 65536,
-    },
-    "0.6B": {
-        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
-    },
-}  # fmt: skip
-"""0.6B is the shape of Qwen3-0.6B."""
 
 
 @dataclass(frozen=True)
@@ -179,19 +161,12 @@ def measured(name: str, model: Path) -> int:
     return max(peak, highest - mapped)
 
 
-def write_model(directory: Path, size: str) -> Path:
+def prepare(directory: Path, size: str) -> None:
     """Write a model with random weights, and a tokenizer that nothing reads."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     from flotilla.services.trainer.tiny_models.tokenizer import make_tokenizer
 
-    torch.manual_seed(0)
-    config = Qwen3Config(**SIZES[size], max_position_embeddings=4096, tie_word_embeddings=True)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if size == "0.6B" else torch.float32)
-    made.save_pretrained(directory)
+    write_model(directory, size, "bfloat16" if size == "0.6B" else "float32")
     make_tokenizer(["1 + 2 = 3"], ["1"], 4096).save_pretrained(directory)
-    return directory
 
 
 def train(setting: Setting, spec: ExperimentSpec) -> None:
@@ -278,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not model.exists():
                 subprocess.run(
                     [sys.executable, "-c", "import sys; from benchmarks.memory import *; "
-                     "write_model(Path(sys.argv[1]), sys.argv[2])", str(model), setting.model],
+                     "prepare(Path(sys.argv[1]), sys.argv[2])", str(model), setting.model],
                     check=True,
                 )  # fmt: skip
             found = predicted(setting, setting.spec(model), model)

@@ -35,9 +35,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.models import SIZES, write_model
 from benchmarks.trainer_updates import (
     CLIP,
     GROUP_SIZE,
@@ -50,20 +50,6 @@ from benchmarks.trainer_updates import (
     timed,
 )
 
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "intermediate_size": 256, "vocab_size": 428,
-    },
-    "36M": {
-        "hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-        "intermediate_size": 1536, "vocab_size": 8192,
-    },
-    "250M": {
-        "hidden_size": 1024, "num_hidden_layers": 15, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 3072, "vocab_size": 16384,
-    },
-}  # fmt: skip
 PEAK_SIZE = 1024
 TRL_PYTHON = "FLOTILLA_TRL_PYTHON"
 TRL_UPDATE = Path(__file__).with_name("trl_update.py")
@@ -230,15 +216,6 @@ def measure(part: str, model: Path, options: argparse.Namespace) -> Row:
         share_of_peak=operations / middle[OURS] / (2 * PEAK_SIZE**3 / middle[PEAK]),
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-
-
-def write_model(directory: Path, size: str) -> Path:
-    """Write a model with random weights."""
-    torch.manual_seed(0)
-    config = Qwen3Config(**SIZES[size], max_position_embeddings=4096, tie_word_embeddings=True)
-    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    made.save_pretrained(directory)
-    return directory
 
 
 def _computing_parameters(model: Path) -> int:

@@ -4,7 +4,7 @@ Which tokens are images' is told by their places, never by their ids: a policy m
 is then a token like any other. Engine and trainer compute by the same code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,15 @@ class Tower:
         body: a vision-language model of transformers, without its head.
         processor: of its folder.
         is_frozen: whether its weights never change, so that an image is computed once.
+        most: returns the largest of the numbers that those who divide the weights give it; each computes that often.
+            By itself, of one that has all of them.
     """
 
-    def __init__(self, body: Any, processor: ImageProcessor, *, is_frozen: bool) -> None:
+    def __init__(
+        self, body: Any, processor: ImageProcessor, *, is_frozen: bool, most: Callable[[int], int] = int
+    ) -> None:
         self._body, self.processor = body, processor
-        self._is_frozen = is_frozen
+        self._is_frozen, self._most = is_frozen, most
         self._kept: dict[str, Features] = {}
         self._kept_bytes = 0
 
@@ -100,13 +104,17 @@ class Tower:
     def _features(self, images: Sequence[bytes]) -> Features:
         if not self._is_frozen:
             return self._computed(images)
-        found = []
-        for image in images:
-            name = digest_of(image)
+        names = [digest_of(image) for image in images]
+        kept = {name: self._kept[name] for name in names if name in self._kept}
+        missing = [(name, image) for name, image in zip(names, images, strict=True) if name not in kept]
+        for number in range(self._most(len(missing))):
+            # One that has nothing new computes something again, since the others wait for its part of the weights.
+            name, image = missing[number] if number < len(missing) else (names[0], images[0])
+            with torch.no_grad():
+                kept[name] = self._computed([image])
             if name not in self._kept:
-                with torch.no_grad():
-                    self._keep(name, self._computed([image]))
-            found.append(self._kept[name])
+                self._keep(name, kept[name])
+        found = [kept[name] for name in names]
         deep = [torch.cat([each.deep[layer] for each in found]) for layer in range(len(found[0].deep))]
         return Features(torch.cat([each.embeddings for each in found]), tuple(deep))
 

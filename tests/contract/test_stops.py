@@ -140,9 +140,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "shared/config/spec.py:ExperimentSpec": 23,
         "shared/weights/image/image.py:WeightImage": 26,
     },
-    "branches": {
-        "flotilla/importers/openrlhf/system.py:devices": 17,
-    },
     "string keys": {
         # JSON of others, read where it arrives: agents' requests, specs of other systems
         # (importers), engines (rollout), database rows and tables (gateway, samples), the environment.

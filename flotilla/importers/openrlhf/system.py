@@ -8,7 +8,7 @@ from flotilla.importers.attention import attention_of
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
-from flotilla.importers.pictures import ONE_RANK, not_seen
+from flotilla.importers.pictures import WHOLE_ROWS, not_seen
 from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import is_private_host
@@ -73,16 +73,11 @@ def asynchrony(source: Source) -> Fields:
 
 
 def trainer_devices(source: Source) -> Fields:
-    """Make the trainer's devices; with images one rank trains."""
-    if not source.value(flags.MOST_IMAGES):
-        return devices(source)
-    if (why := not_seen(str(source.value("--pretrain") or ""))) is not None:
+    """Make the trainer's devices; with images a model whose images are computed here."""
+    why = not_seen(str(source.value("--pretrain") or "")) if source.value(flags.MOST_IMAGES) else None
+    if why is not None:
         source.lack(why)
-    for name in source.given.keys() & {
-        "--actor_num_gpus_per_node", "--actor_num_nodes", "--ds_tensor_parallel_size", "--ring_attn_size",
-    }:  # fmt: skip
-        source.put_aside(source.given[name].spelling, ONE_RANK)
-    return {}
+    return devices(source)
 
 
 def devices(source: Source) -> Fields:
@@ -100,17 +95,24 @@ def devices(source: Source) -> Fields:
     fields: Fields = {"resources.trainer.devices": ranks // nodes}
     if nodes > 1:
         fields["parallelism.nodes"] = nodes
+    return fields | _divided(source, ranks)
+
+
+def _divided(source: Source, ranks: int) -> Fields:
+    """Make what the ranks divide of each layer or sequence: one of both, where rows have no images."""
+    fields: Fields = {}
     names = {"tensor_parallel": "--ds_tensor_parallel_size", "sequence_parallel": "--ring_attn_size"}
     for field, flag in names.items():
-        if flag not in source.given or "parallelism.tensor_parallel" in fields:
+        size = int(source.required(flag)) if flag in source.given and not fields else 1
+        if size == 1:
             continue
-        size = int(source.required(flag))
-        if size > 1 and (ranks % size or (field == "tensor_parallel" and source.value("--lora_rank"))):
-            why = (
-                "adapters are on layers that it divides" if not ranks % size else f"it does not divide the {ranks} GPUs"
-            )
-            source.put_aside(source.given[flag].spelling, why)
-        elif size > 1:
+        if source.value(flags.MOST_IMAGES):
+            source.put_aside(source.given[flag].spelling, WHOLE_ROWS)
+        elif ranks % size:
+            source.put_aside(source.given[flag].spelling, f"it does not divide the {ranks} GPUs")
+        elif field == "tensor_parallel" and source.value("--lora_rank"):
+            source.put_aside(source.given[flag].spelling, "adapters are on layers that it divides")
+        else:
             fields[f"parallelism.{field}"] = size
     return fields
 

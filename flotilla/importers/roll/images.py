@@ -3,9 +3,9 @@
 from typing import Any, Final
 
 from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
-from flotilla.importers.pictures import OF_A_MODEL, ONE_RANK, not_seen
+from flotilla.importers.pictures import OF_A_MODEL, not_seen
 from flotilla.importers.roll.launch import MODULE, TEXT, VISION
-from flotilla.importers.roll.rows import INFER, TRAIN
+from flotilla.importers.roll.rows import TRAIN
 from flotilla.importers.source import Source
 from flotilla.importers.values import count, text
 
@@ -18,7 +18,6 @@ TOWER: Final = "vision_model"
 WITHOUT_CRITIC = {"adv_estimator": "grpo"}
 PICTURES = {**WITHOUT_CRITIC, "pretrain": "owner/a-VL-model"}
 VIDEO: Final = "videos and sound are not offered: leave it out"
-PLACED: Final = (f"{TRAIN}.device_mapping", f"{INFER}.device_mapping")
 SHORT: Final = "rows whose prompt is text, and no messages, get a sentence on how to answer from ROLL, and none here"
 OF_VIDEOS: Final = ("max_pixels", "min_pixels", "total_pixels", "fps", "max_frames", "resize_chunk_frames")
 
@@ -66,8 +65,6 @@ def images(source: Source) -> Fields:
         section[name] = source.value(f"{DATA}.image_{name}")
     if (folder := source.value(f"{DATA}.image_folder")) is not None:
         section["folder"] = folder
-    for name in source.given.keys() & set(PLACED):
-        source.put_aside(source.given[name].spelling, ONE_RANK)
     frozen = source.value(FROZEN) or []
     return {"data.images": section, "model.vision_tower": "frozen" if TOWER in frozen else "trained"}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla.importers.parameter import UNSET
+from flotilla.importers.pictures import WHOLE_ROWS
 from flotilla.importers.roll.images import has_images
 from flotilla.importers.roll.rows import CONFIG, INFER, TRAIN
 from flotilla.importers.source import Source
@@ -53,12 +54,17 @@ def shares_of_the_batch(source: Source) -> int:
 def placement(source: Source) -> Fields:
     """Make the devices of the trainer, as many on each machine, and the engines that each have one."""
     trainer = devices_of(source, f"{TRAIN}.device_mapping")
-    if trainer is None or not 1 < len(trainer) <= MOST_RANKS or has_images(source):
+    if trainer is None or not 1 < len(trainer) <= MOST_RANKS:
         return {}
     of_nodes = Counter(number // _of_a_node(source) for number in trainer)
     if len(set(of_nodes.values())) > 1:
         return {}
     tensor, pipeline, context = (int(source.required(f"{TRAIN}.{CONFIG}.{kind}_size")) for kind in SPLITS)
+    if has_images(source):
+        for name in source.given.keys() & {f"{TRAIN}.{CONFIG}.{kind}_size" for kind in SPLITS}:
+            if int(source.required(name)) > 1:
+                source.put_aside(source.given[name].spelling, WHOLE_ROWS)
+        tensor = pipeline = context = 1
     if (
         pipeline > 1
         or len(trainer) % (tensor * context)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.parameter import Parameter, ignored, translated
-from flotilla.importers.pictures import OF_A_MODEL, OF_ROWS, ONE_RANK, VIDEOS, not_seen
+from flotilla.importers.pictures import OF_A_MODEL, OF_ROWS, VIDEOS, not_seen
 from flotilla.importers.source import Source
 from flotilla.importers.values import flag, text
 from flotilla.importers.verl.actor import ACTOR, LOW_RANK, MODEL
@@ -21,11 +21,6 @@ TOWER = re.compile(r"(?:\.\*)?\.?visual\.?(?:\.\*)?")
 WHOLE: Final = 250
 """Parameters of a whole configuration, such as Hydra writes beside a run; no launch file writes so many by hand."""
 PICTURES = {f"{MODEL}.path": "owner/a-VL-model"}
-PLACED: Final = (
-    "trainer.n_gpus_per_node", "trainer.nnodes", f"{ACTOR}.fsdp_config.fsdp_size",
-    f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.tensor_model_parallel_size",
-    f"{ACTOR}.megatron.expert_model_parallel_size",
-)  # fmt: skip
 
 ROWS: tuple[Parameter, ...] = (
     translated(KEY, "data.images.column", text, "column with images; where it is silent, images, if the name of the "
@@ -73,12 +68,6 @@ def adapters(source: Source) -> Fields:
     """Make the adapters; those of a model's tower are left out by freezing it."""
     names = replace(LOW_RANK, exclude=None) if has_images(source) and _excludes_tower(source) else LOW_RANK
     return low_rank(source, names)
-
-
-def put_ranks_aside(source: Source) -> None:
-    """Call the number of the trainer's devices unsupported, and what divides a model among them."""
-    for name in source.given.keys() & set(PLACED):
-        source.put_aside(source.given[name].spelling, ONE_RANK)
 
 
 def _excludes_tower(source: Source) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.batch import TrainingBatch
+from flotilla.services.trainer.data.illustrations import Illustration
 from flotilla.services.trainer.data.packing import (
     PASS_COST_TOKENS,
     SMALL_HIDDEN_SIZE,
@@ -18,6 +19,7 @@ from flotilla.services.trainer.data.packing import (
     ModelInput,
     Packing,
     Prompt,
+    beside_image,
     build_input,
     renumbered,
     split_layouts,
@@ -107,7 +109,8 @@ def make_micro_batches(
     )
     build = partial(build_input, attends_apart=rows.attends_apart, is_varlen=rows.is_varlen)
     made = list(_filled(batch, [renumbered(layout, chosen) for layout in shares[rank]], device, build))
-    return made + [_empty(device)] * (max(map(len, shares)) - len(made))
+    made += [_empty(device)] * (max(map(len, shares)) - len(made))
+    return made if batch.illustrations is None else _seeing(made, shares, chosen, batch.illustrations)
 
 
 def _prompts_of(batch: TrainingBatch, members: Sequence[int]) -> list[Prompt]:
@@ -124,6 +127,29 @@ def _prompts_of(batch: TrainingBatch, members: Sequence[int]) -> list[Prompt]:
         if batch.experts is not None:
             content += batch.experts[member][:tokens].tobytes()
         found.append(Prompt(numbers.setdefault(content, len(numbers)), tokens))
+    return found
+
+
+def _seeing(
+    made: Sequence[MicroBatch],
+    shares: Sequence[Sequence[MicroLayout]],
+    chosen: Sequence[int],
+    illustrations: Sequence[Illustration | None],
+) -> list[MicroBatch]:
+    """Let a pass without images compute one where another rank's has some, since ranks divide what computes them.
+
+    Args:
+        made: this rank's.
+        shares: of every rank, its layouts, which name positions in ``chosen``.
+        chosen: numbers of the sequences.
+        illustrations: of all sequences of the batch.
+    """
+    found = []
+    for number, micro in enumerate(made):
+        layouts = (layouts[number] for layouts in shares if number < len(layouts))
+        shown = (illustrations[chosen[position]] for layout in layouts for position in layout.members)
+        seen = None if micro.inputs.images is not None else next(filter(None, shown), None)
+        found.append(micro if seen is None else replace(micro, inputs=beside_image(micro.inputs, seen.images[0])))
     return found
 
 

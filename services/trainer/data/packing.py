@@ -12,7 +12,7 @@ The gradient does not depend on any of this, since losses are divided by denomin
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -434,6 +434,13 @@ def build_input(
         images=placed.placed(),
         experts=None if experts is None else _told(layout, token_ids, experts),
     )
+
+
+def beside_image(inputs: ModelInput, image: bytes) -> ModelInput:
+    """Have an image computed that stands nowhere in the rows."""
+    nowhere = torch.zeros(0, dtype=torch.int64, device=inputs.token_ids.device)
+    positions = inputs.position_ids.expand(3, *inputs.position_ids.shape)
+    return replace(inputs, position_ids=positions, images=PlacedImages((image,), nowhere, nowhere))
 
 
 def _told(layout: MicroLayout, token_ids: Sequence[Sized], experts: Sequence[Ids]) -> Tensor:

@@ -133,7 +133,7 @@ class Learner:
             self._packing = each.resolve_packing(self._packing)
         if self.processor is not None:
             seeing = filter(None, (self.policy, self.reference))
-            show_images(spec, self.processor, seeing, zip(teachers, self.teachers, strict=True))
+            show_images(spec, self.processor, seeing, zip(teachers, self.teachers, strict=True), ranks)
         parameters = loaded.model.named_parameters()
         self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay

@@ -50,9 +50,14 @@ def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor |
     return processor_of(loaded.source, images)
 
 
-def tower_of(body: Any, processor: ImageProcessor) -> Tower:
+def tower_of(body: Any, processor: ImageProcessor, ranks: Ranks) -> Tower:
     """Make what computes images with a model, once it is known what of it trains."""
-    return Tower(body, processor, is_frozen=not any(each.requires_grad for each in body.visual.parameters()))
+    is_frozen = not any(each.requires_grad for each in body.visual.parameters())
+
+    def most(count: int) -> int:
+        return int(ranks.largest(torch.tensor(count, device=ranks.device)))
+
+    return Tower(body, processor, is_frozen=is_frozen, most=most)
 
 
 def show_images(
@@ -60,6 +65,7 @@ def show_images(
     processor: ImageProcessor,
     policies: Iterable[Policy],
     teachers: Iterable[tuple[LoadedModel, Policy]],
+    ranks: Ranks,
 ) -> None:
     """Let models take the images of prompts; one that takes none by itself may teach rows without any.
 
@@ -68,19 +74,20 @@ def show_images(
         processor: of the policy.
         policies: of its architecture.
         teachers: in the spec's order, each with what it was loaded as.
+        ranks: that divide all of them.
 
     Raises:
         ModelError: one computes its rows in a way that does not go with images, or a teacher's processor gives an image
             other tokens.
     """
     for each in policies:
-        each.show_images(tower_of(each.base, processor))
+        each.show_images(tower_of(each.base, processor, ranks))
     for field, (loaded, teacher) in zip(other_models(spec), teachers, strict=False):
         if loaded.takes_images:
             own = processor_for(spec, loaded)
             assert own is not None
             processor.check_alike(own, field)
-            teacher.show_images(tower_of(teacher.base, own))
+            teacher.show_images(tower_of(teacher.base, own, ranks))
 
 
 def prepare_routers(policy: Policy, spec: ExperimentSpec) -> None:

@@ -14,6 +14,7 @@ from flotilla.services.trainer.parallel.layers import layers_of
 from flotilla.services.trainer.parallel.ranks import EXPERT_SHARD, REPLICATE, SHARD, Ranks
 from flotilla.services.trainer.parallel.tensor import is_divided_by_expert
 from flotilla.shared.config.sections.parallelism import MixedPrecisionConfig
+from flotilla.shared.weights.image.checkpoint_names import keep_names
 
 
 def precision_of(config: MixedPrecisionConfig | None) -> MixedPrecisionPolicy | None:
@@ -38,6 +39,7 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
 def shard_layers(module: nn.Module, ranks: Ranks) -> None:
     """Do so whatever the number of ranks: of a single one each layer is one part."""
     assert ranks.mesh is not None
+    keep_names(module)
     num_copies, num_parts = ranks.mesh[REPLICATE].size(), ranks.mesh[SHARD].size()
     # Not kept after the forward pass, the root's neither: without a backward pass they would outlive the next update.
     arguments: dict[str, Any] = {

@@ -92,7 +92,18 @@ def check_images(
         (finished, "job.kind sft, preference, kto or reward_model", "train with reinforcement"),
         (rollout.engine.kind != "torch", f"rollout.engine.kind {rollout.engine.kind}", "use torch"),
         (rollout.agents is not None, "rollout.agents", "leave it out"),
-        (parallelism.ranks > 1, "parallelism.ranks above 1", "train on one rank"),
+        *(
+            (
+                size > 1,
+                f"parallelism.{axis} {size}, which divides what computes them",
+                "let ranks alone divide the weights",
+            )
+            for axis, size in (
+                ("tensor_parallel", parallelism.tensor_parallel),
+                ("sequence_parallel", parallelism.sequence_parallel),
+                ("expert_parallel", parallelism.expert_parallel),
+            )
+        ),
         (algorithm.needs_critic, "a critic (algorithm.advantage.kind gae)", "choose an estimator without one"),
         (
             teacher is not None and bool(teacher.servers),

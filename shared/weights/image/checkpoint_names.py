@@ -75,6 +75,23 @@ def pieces_of(module: nn.Module, shapes: Mapping[str, Shape]) -> list[Piece]:
     return [piece for whole in own for piece in _in_order(whole, by_source[whole.name])]
 
 
+def keep_names(module: Any) -> None:
+    """Let a module whose class is about to be replaced, as FSDP does, keep the names of its checkpoint.
+
+    transformers finds some of its conversions by the name of the class, and others by the kind of model.
+    """
+    if not hasattr(module, "config") or not hasattr(module, "save_pretrained"):
+        return
+    if getattr(module, "_weight_conversions", None) is not None:
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found = get_model_conversion_mapping(module, add_legacy=False)
+    # As transformers has it where a module was not loaded: nothing says whether there was a prefix.
+    module._weight_conversions = [each for each in found if not isinstance(each, PrefixChange)]
+
+
 def _undone(module: Any, layer: list[Piece]) -> list[Piece]:
     """List what a layer's parameters are in the checkpoint; those that stay as they are may be missing."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -29,6 +29,11 @@ def test_images_need_no_more_than_their_section() -> None:
     assert (spec.data.images.column, spec.model.vision_tower) == ("images", "frozen")
 
 
+@pytest.mark.parametrize("parallelism", [{"ranks": 2}, {"ranks": 4, "replicas": 2}])
+def test_ranks_that_compute_other_sequences_go_with_images(parallelism: dict[str, int]) -> None:
+    assert a_spec(parallelism=parallelism).parallelism.ranks == parallelism["ranks"]
+
+
 def test_a_teacher_in_the_trainer_goes_with_images() -> None:
     spec = a_spec(algorithm={"distillation": {"path": "/models/teacher"}})
 
@@ -44,7 +49,9 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
             {"algorithm": {"distillation": {"servers": [{"url": "http://t.example.com", "kind": "sglang"}]}}},
             r"algorithm.distillation.servers, which are sent token ids",
         ),
-        ({"parallelism": {"ranks": 2}}, "parallelism.ranks"),
+        ({"parallelism": {"ranks": 2, "tensor_parallel": 2}}, "parallelism.tensor_parallel 2"),
+        ({"parallelism": {"ranks": 2, "sequence_parallel": 2}}, "parallelism.sequence_parallel 2"),
+        ({"parallelism": {"ranks": 2, "expert_parallel": 2}}, "parallelism.expert_parallel 2"),
         ({"algorithm": {"advantage": {"kind": "gae"}}}, "a critic"),
         ({"images": {"min_pixels": 10, "max_pixels": 5}}, "min_pixels 10 is above"),
         ({"data": {"input_template": "Q: {}"}}, "images have no place"),

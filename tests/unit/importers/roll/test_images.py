@@ -42,16 +42,19 @@ def test_the_program_says_whether_a_vision_models_rows_have_images() -> None:
     assert pictured.document["data"]["images"]["column"] == "images"
 
 
-def test_devices_beside_images_are_unsupported_since_one_rank_trains() -> None:
+def test_devices_beside_images_are_ranks_that_each_compute_other_sequences() -> None:
+    split = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size"
     devices = {
         "actor_train.device_mapping": "list(range(0,8))",
         "actor_train.training_args.gradient_accumulation_steps": 8,
+        split: 2,
     }
 
     made = import_flat("roll", {**PICTURED, **devices})
 
-    assert {e.name: e.verdict for e in made.report.entries}["actor_train.device_mapping"] is Verdict.UNSUPPORTED
-    assert made.spec is not None and made.spec.resources.trainer.devices == "auto"
+    assert {e.name: e.verdict for e in made.report.entries}[split] is Verdict.UNSUPPORTED
+    assert made.spec is not None and made.spec.resources.trainer.devices == 8
+    assert made.spec.parallelism.tensor_parallel == 1
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "OpenGVLab/InternVL3-8B", "llava-hf/llava-1.5-7b-hf"])

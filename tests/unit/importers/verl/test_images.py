@@ -40,13 +40,31 @@ def test_images_are_read_where_a_key_or_a_name_says_that_there_are_some(
     assert column(found) == expected
 
 
-def test_with_images_one_rank_trains_and_the_report_says_so() -> None:
-    found = imported(**GPUS)
+def test_the_trainers_gpus_are_ranks_with_images_too() -> None:
+    found = imported(**GPUS, **{"actor_rollout_ref.actor.fsdp_config.fsdp_size": 4})
 
     assert found.spec is not None and found.may_run(), found.report.render()
-    assert found.spec.parallelism.ranks == 1
+    assert found.spec.resources.trainer.devices == 8
+    assert found.spec.parallelism.replicas == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ulysses_sequence_parallel_size",
+        "megatron.tensor_model_parallel_size",
+        "megatron.expert_model_parallel_size",
+    ],
+)
+def test_what_divides_rows_with_images_is_unsupported_and_the_report_says_so(name: str) -> None:
+    found = imported(**GPUS, **{f"actor_rollout_ref.actor.{name}": 2})
+
+    assert found.spec is not None and found.may_run(), found.report.render()
     asides = {entry.name: entry.detail for entry in found.report.unsupported}
-    assert "one rank" in asides["trainer.n_gpus_per_node"]
+    assert "other sequences" in asides[f"actor_rollout_ref.actor.{name}"]
+    whole = found.spec.parallelism
+    assert (whole.sequence_parallel, whole.tensor_parallel, whole.expert_parallel) == (1, 1, 1)
+    assert found.spec.resources.trainer.devices == 8
 
 
 @pytest.mark.parametrize(

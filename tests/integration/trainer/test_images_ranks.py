@@ -1,0 +1,144 @@
+"""What is learned of prompts with pictures, and published, does not depend on the number of ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flotilla.services.trainer.data.batch import make_batch
+from flotilla.services.trainer.learning.learner import Learner
+from flotilla.services.trainer.models.loading import load_model
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
+from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.trajectory import Group
+from tests.integration.trainer.ranks import TWO_RANKS, image_of_one, image_of_ranks, run_ranks
+from tests.integration.trainer.test_images_agree import CPU, a_spec, answered
+from tests.vision_models import KINDS, save_vision_model
+
+pytestmark = [pytest.mark.timeout(900)]
+
+MICRO_BATCH_TOKENS = 64
+CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, from samples of its own first weights, and with which sections."""
+
+    model: Path
+    groups: list[Group]
+    sections: dict[str, Any]
+
+
+def spec_of(case: Case, ranks: Ranks) -> ExperimentSpec:
+    written = a_spec(case.model, **case.sections.get("model", {})).model_dump(mode="json", exclude_unset=True)
+    written["optimisation"] = {
+        "steps": 3,
+        "groups_per_mini_batch": 2,
+        "learning_rate": 1e-2,
+        "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        # Gradients that differ by rounding make steps that do.
+        "epsilon": 1e-3,
+    }
+    divided = {"ranks": ranks.size, "replicas": ranks.mesh.size(0)} if ranks.mesh is not None else {}
+    sections = {name: each for name, each in case.sections.items() if name != "model"}
+    return validate_spec(written | sections | {"asynchrony": {"require_batches": 2}, "parallelism": divided})
+
+
+def a_learner(case: Case, ranks: Ranks) -> Learner:
+    spec = spec_of(case, ranks)
+    taught = spec.algorithm.distillation
+    paths = [case.model, case.model, *([] if taught is None else [Path(str(taught.path))])]
+    policy, reference, *teachers = (
+        load_model(path, dtype="float32", device=CPU, in_parts=ranks.is_several) for path in paths
+    )
+    with_reference = spec.needs_reference and spec.model.lora is None
+    return Learner(spec, policy, reference if with_reference else None, teachers, ranks=ranks)
+
+
+def steps_of(case: Case) -> list[list[Group]]:
+    """List the groups of each step: all, those without a picture, and such that one answer alone has some."""
+    bare = [group for group in case.groups if not group.task.images]
+    first = case.groups[0]
+    assert first.task.images
+    return [case.groups, bare, [replace(first, trajectories=first.trajectories[:1]), *bare]]
+
+
+def learned(case: Case, ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, Tensor], Learner]:
+    """Train; returns figures and what is published."""
+    learner = a_learner(case, ranks)
+    figures = []
+    for step, groups in enumerate(steps_of(case), 1):
+        result = learner.train(groups, step)
+        norms = {f"norm {number}": each.grad_norm for number, each in enumerate(result.updates)}
+        figures.append(dict(result.metrics) | norms)
+    image = image_of_ranks(learner.weights, ranks) if ranks.is_several else image_of_one(learner.weights)
+    return figures, image, learner
+
+
+def equality(ranks: Ranks, cases: dict[str, Case]) -> dict[str, Any]:
+    """Train each case on this job, and alone; returns how far apart they end."""
+    found = {}
+    for name, case in cases.items():
+        figures, image, learner = learned(case, ranks)
+        expected, whole, _ = learned(case, ONE_RANK)
+        first = image_of_one(a_learner(case, ONE_RANK).weights)
+        assert image.keys() == whole.keys() == first.keys()
+        apart = {
+            f"{key} of step {step + 1}": abs(value - figures[step][key]) / max(1.0, abs(value))
+            for step, of_step in enumerate(expected)
+            for key, value in of_step.items()
+        }
+        found[name] = {
+            "figures": max(apart.items(), key=lambda pair: pair[1]),
+            "weights": max(float((image[key] - whole[key]).abs().max()) for key in whole),
+            "has_tower_moved": any("visual" in key and not torch.equal(whole[key], first[key]) for key in whole),
+            "blind": num_blind(learner, steps_of(case)[-1], ranks),
+        }
+    return found
+
+
+def num_blind(learner: Learner, groups: Sequence[Group], ranks: Ranks) -> int:
+    """Count passes of all ranks whose rows have no picture, while another rank's have some."""
+    batch = make_batch(groups, processor=learner.processor)
+    passes = learner._cut_of(batch, range(batch.num_sequences))(MICRO_BATCH_TOKENS)
+    shown = [micro.inputs.images for micro in passes]
+    return sum(
+        int(told)
+        for told in ranks.gather(str(sum(each is not None and not len(each.places) for each in shown)).encode())
+    )
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    found = {}
+    kl = {"kl": {"placement": "loss"}, "old_log_probs": "recompute"}
+    for kind in KINDS:
+        folder = save_vision_model(tmp_path_factory.mktemp("model"), kind)
+        groups = answered(folder)
+        for tower in ("frozen", "trained"):
+            sections = {"model": {"vision_tower": tower}, "algorithm": kl}
+            found[f"{kind}, {tower}"] = Case(folder, groups, sections)
+    teacher = save_vision_model(tmp_path_factory.mktemp("teacher"), KINDS[1], seed=7, hidden=48)
+    taught = {"distillation": {"path": str(teacher), "coefficient": 0.5}}
+    found["a teacher"] = Case(folder, groups, {"algorithm": taught})
+    lora = {"lora": {"rank": 4}, "vision_tower": "trained"}
+    found["adapters in the tower"] = Case(folder, groups, {"model": lora, "algorithm": kl})
+    return found
+
+
+@pytest.mark.parametrize("shape", [TWO_RANKS, pytest.param(MeshShape(2, replicate=2), marks=pytest.mark.long)], ids=str)
+def test_ranks_learn_of_pictures_what_one_learns(cases: dict[str, Case], shape: MeshShape) -> None:
+    first, *_ = run_ranks(equality, cases, shape)
+
+    for name, found in first.items():
+        assert found["figures"][1] < CLOSE, (name, found)
+        assert found["weights"] < CLOSE, (name, found)
+        assert found["blind"] > 0, (name, found)
+    assert first[f"{KINDS[0]}, trained"]["has_tower_moved"]
+    assert not first[f"{KINDS[0]}, frozen"]["has_tower_moved"]

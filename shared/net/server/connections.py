@@ -190,6 +190,7 @@ class Connection(HttpToolsProtocol):
             self._handle(data)
             return
         if not self._kept:
+            self._unset_keepalive_if_required()  # it is not idle, however long its turn takes
             self.turns.take(self)
         self._kept += data
         if len(self._kept) >= KEPT_BYTES:

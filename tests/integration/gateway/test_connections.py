@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from flotilla.shared.net.authorisation.tokens import Credentials
-from flotilla.shared.net.server.connections import Connection, connection_of
+from flotilla.shared.net.server.connections import Connection, Turns, connection_of
 from flotilla.shared.net.server.gatekeeper import Gatekeeper
 from flotilla.shared.net.server.limits import ConnectionLimits
 from flotilla.shared.net.server.serving import bind, config_of
@@ -49,6 +49,8 @@ class App:
         if scope["path"] == "/watched":
             connection.watched()
             self.unread.append(unread_of(connection))
+        if scope["path"] == "/turns":
+            connection.read_in_turn()
         if scope["path"] == "/slow":
             self.waiting += 1
             await self.may_answer.wait()
@@ -196,6 +198,22 @@ async def test_while_a_request_waits_the_kernel_ends_a_connection_whose_host_is_
 
     bound = int(SHORT.unread_seconds * 1000)
     assert app.unread == [bound, 0, bound]
+
+
+async def test_a_connection_whose_turn_comes_late_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(_: Turns, connection: Connection) -> None:
+        asyncio.get_running_loop().call_later(SHORT.idle_seconds + 0.5, connection.go_on)
+
+    monkeypatch.setattr(Turns, "take", late)
+    async with served() as (app, _, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for path in (b"turns", b"next"):
+            writer.write(WHOLE % path)
+            async with asyncio.timeout(LONG_ENOUGH):
+                assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    assert len(app.bodies) == 2
 
 
 async def test_one_address_has_its_share_of_the_connections_only() -> None:

@@ -316,6 +316,7 @@ async def measure(
         "services": num_services,
         "tasks_outstanding": outstanding,
         "lost_leases": sum(each.lost_leases for each in fleet.services),
+        "repeated_calls": sum(each.repeated_calls for each in fleet.services),
         "all_joined_seconds": round(joined, 2),
         "joining_cpu_seconds": round(joining_cpu, 2),
         **summary("change", [seconds for change in settled for seconds in change.told]),

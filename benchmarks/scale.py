@@ -58,7 +58,7 @@ PUBLISHED = 4000
 PUBLICATION_BAR_SECONDS = 1.0
 """Of the gateway's CPU for a publication to 200 rollouts."""
 BAR_SERVICES = 200
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 300.0
 
 
 @asynccontextmanager

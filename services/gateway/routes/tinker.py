@@ -151,7 +151,7 @@ async def forward_backward(request: Request, tinker: Served, caller: Caller) -> 
     if not is_packed(request.headers.get("content-encoding", "")):
         return _future(await tinker.forward_backward(caller, body))
     # What is unpacked is not counted among the bodies that are held, so there is little of it at a time.
-    async with tinker.unpacking:
+    async with tinker.unpacking.of(caller.actor):
         plain = await asyncio.to_thread(unpack, body, MOST_BYTES)
         return _future(await tinker.forward_backward(caller, plain))
 

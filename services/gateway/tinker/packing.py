@@ -1,7 +1,9 @@
 """Bodies in zstd, as the Tinker API's client sends and takes them."""
 
+import asyncio
 import io
 from typing import Final
+from weakref import WeakValueDictionary
 
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.server.request_body import BodyTooLarge
@@ -11,6 +13,28 @@ PLAIN: Final = frozenset({"", "identity"})
 WORTHWHILE_BYTES: Final = 4096
 """Less is not packed: it is one packet or a few, and the processor has other work."""
 PIECE_BYTES: Final = 1 << 20
+FRAME_MARKS: Final = (b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18")
+"""What a frame begins with, and what a frame that is to be skipped has after its first byte."""
+MOST_FRAMES: Final = 64
+"""A client sends one. Millions of empty ones are seconds of work that yield nothing."""
+
+UNPACKED_AT_A_TIME: Final = 2
+"""Bodies of one owner; each has 32 MiB at most."""
+
+
+class UnpackedBodies:
+    """Bounds the bodies of each owner that are unpacked in memory: nobody waits for another's."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._owners: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def of(self, owner: str) -> asyncio.Semaphore:
+        """Return what is held while one is in memory."""
+        found = self._owners.get(owner)
+        if found is None:
+            found = self._owners[owner] = asyncio.Semaphore(UNPACKED_AT_A_TIME)
+        return found
 
 
 def unpack(body: bytes, most: int) -> bytes:
@@ -25,10 +49,13 @@ def unpack(body: bytes, most: int) -> bytes:
 
     Raises:
         BodyTooLarge: they have more.
-        InvalidRequest: they are no zstd, or cut off.
+        InvalidRequest: they are no zstd, cut off, or more than 64 frames.
     """
     import pyarrow  # here and below: most fleets have no use for it at the gateway's start
 
+    # Compressed bytes may look like a mark, once in 256 MiB: that does not make 64 of them.
+    if sum(body.count(mark) for mark in FRAME_MARKS) > MOST_FRAMES:
+        raise InvalidRequest(f"the body has more than {MOST_FRAMES} frames of zstd: send it as one")
     found = io.BytesIO()
     try:
         with pyarrow.CompressedInputStream(pyarrow.BufferReader(body), ZSTD) as stream:

@@ -25,6 +25,7 @@ from flotilla.services.gateway.tinker.bodies import (
     SaveWeights,
 )
 from flotilla.services.gateway.tinker.futures import Futures
+from flotilla.services.gateway.tinker.packing import UnpackedBodies
 from flotilla.services.gateway.tinker.saved import SavedModels
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import Conflict, InvalidRequest, NotFound
@@ -51,8 +52,6 @@ from flotilla.shared.tinker.store import request_id_of, short_name
 LONG_POLL_SECONDS = 20.0
 SESSION_SECONDS = 24 * 3600.0
 """After so long without a word of its client a session is over; it says one every ten seconds."""
-UNPACKED_AT_A_TIME = 2
-"""Bodies; each has 32 MiB at most."""
 GRACE_SECONDS = 600.0
 """How long what belongs to a finished session is kept: answers may be on their way."""
 SAMPLE = ":sample:"
@@ -81,7 +80,7 @@ class Tinker:
         self._model, self._queue, self.sessions, self._clock = model, queue, sessions, clock
         self.saved = SavedModels(data, clock)
         self.futures = Futures(queue)
-        self.unpacking = asyncio.Semaphore(UNPACKED_AT_A_TIME)
+        self.unpacking = UnpackedBodies()
         self.context_tokens = context_tokens_of(model)
 
     @property
@@ -355,7 +354,8 @@ class Tinker:
     async def _check_sampled(self, who: Principal, path: str) -> None:
         saved = SavedPath.read(path)
         if saved.kind is not Kind.SAMPLER:
-            raise InvalidRequest(f"{path} is to be trained from: save_weights_for_sampler makes what is sampled from")
+            use = "trained from" if saved.kind is Kind.TRAINING else "downloaded"
+            raise InvalidRequest(f"{path} is to be {use}: save_weights_for_sampler makes what is sampled from")
         await asyncio.to_thread(self.saved.read, who, saved)
 
 

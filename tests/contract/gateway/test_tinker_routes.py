@@ -1,6 +1,5 @@
 """Who is let in to the Tinker API: its own scope and operators, by the key in the client's header, and nobody else."""
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ from flotilla.services.gateway.access.policy import RULES, refusal
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.routes import tinker
 from flotilla.services.gateway.settings import GatewaySettings
-from flotilla.services.gateway.tinker.packing import pack, unpack
+from flotilla.services.gateway.tinker.packing import UnpackedBodies, pack, unpack
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.tinker.queue import Answer, Form, Request
@@ -70,7 +69,7 @@ class Echo:
     """Takes what is to be computed, and answers with it."""
 
     def __init__(self) -> None:
-        self.unpacking = asyncio.Semaphore(1)
+        self.unpacking = UnpackedBodies()
         self.taken: list[bytes] = []
 
     async def forward_backward(self, who: Principal, raw: bytes) -> Request:

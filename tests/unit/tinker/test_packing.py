@@ -1,9 +1,11 @@
 """Bodies in zstd: the same bytes again, and no more of them than a plain body may have."""
 
+import asyncio
+
 import pyarrow
 import pytest
 
-from flotilla.services.gateway.tinker.packing import is_packed, pack, takes_packed, unpack
+from flotilla.services.gateway.tinker.packing import UnpackedBodies, is_packed, pack, takes_packed, unpack
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.server.request_body import BodyTooLarge
 
@@ -27,6 +29,13 @@ def test_a_body_is_unpacked_to_its_bound_and_not_to_its_end() -> None:
 
     assert len(bomb) < 1 << 14
     assert pyarrow.total_allocated_bytes() == before
+
+
+@pytest.mark.parametrize("frame", [pack(b""), bytes.fromhex("502a4d1800000000")])
+def test_frames_without_content_are_not_read_by_the_thousand(frame: bytes) -> None:
+    assert unpack(frame * 64, 1 << 20) == b""
+    with pytest.raises(InvalidRequest, match="more than 64 frames"):
+        unpack(frame * 65, 1 << 20)
 
 
 @pytest.mark.parametrize("body", [b"no zstd at all", pack(CONTENT)[:-9], pack(CONTENT) + b"behind it"])
@@ -60,3 +69,13 @@ def test_other_encodings_are_refused_with_what_is_read() -> None:
 )
 def test_an_answer_is_packed_for_who_says_that_it_takes_it(accepts: str, expected: bool) -> None:
     assert takes_packed(accepts) is expected
+
+
+def test_bodies_of_one_owner_do_not_wait_for_anothers() -> None:
+    bodies = UnpackedBodies()
+
+    async def hold() -> tuple[bool, bool]:
+        async with bodies.of("one"), bodies.of("one"):
+            return bodies.of("one").locked(), bodies.of("two").locked()
+
+    assert asyncio.run(hold()) == (True, False)

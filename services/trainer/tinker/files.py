@@ -200,7 +200,12 @@ def _put(unfinished: Path, directory: Path) -> Path:
     replaced = _aside(directory)
     with suppress(FileNotFoundError):
         directory.rename(replaced)
-    unfinished.rename(directory)
+    try:
+        unfinished.rename(directory)
+    except OSError:
+        with suppress(OSError):
+            replaced.rename(directory)
+        raise
     flush(directory.parent)
     return replaced
 

@@ -273,6 +273,32 @@ def test_a_full_disk_is_the_answer_to_a_save_and_the_model_goes_on_as_if_nobody_
         client.asks(verb, body)
 
 
+def test_what_was_saved_before_is_put_back_where_the_new_one_cannot_take_its_place(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = made(base, tmp_path)
+    save = Save(path="tinker://s:train:0/weights/a", overwrite=True).model_dump_json().encode()
+    client.asks(Verb.SAVE, save)
+    place = next(tmp_path.glob("**/weights/a"))
+    before = {file.name: file.read_bytes() for file in place.iterdir()}
+    client.learns(1)
+    rename, refused = Path.rename, []
+
+    def refuse_once(found: Path, target: Path) -> Path:
+        if target == place and not refused:
+            refused.append(found)
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(found, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refuse_once)
+        with pytest.raises(FlotillaError, match=r"what was there before stays: .*Input/output error"):
+            client.asks(Verb.SAVE, save)
+
+    assert refused
+    assert {file.name: file.read_bytes() for file in place.iterdir()} == before
+
+
 @pytest.mark.parametrize("name", ["../../escape", "a/b", ".hidden", ""])
 def test_a_name_leads_nowhere_else(base: Base, tmp_path: Path, name: str) -> None:
     client = made(base, tmp_path)

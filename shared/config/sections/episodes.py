@@ -271,7 +271,9 @@ ALONG_AN_EPISODE: Final = frozenset(
 """Estimators that carry rewards from later turns to earlier ones within one sequence."""
 
 
-def check_sequences(episodes: EpisodesConfig, estimator: str, *, has_images: bool, asks_teachers: bool) -> None:
+def check_sequences(
+    episodes: EpisodesConfig, estimator: str, *, has_images: bool, asks_teachers: bool, cuts: bool
+) -> None:
     """Check what does not go with episodes of several sequences: turns with prompts of their own, and branches.
 
     Args:
@@ -279,6 +281,7 @@ def check_sequences(episodes: EpisodesConfig, estimator: str, *, has_images: boo
         estimator: its kind.
         has_images: whether prompts have images.
         asks_teachers: whether teachers behind URLs read trajectories.
+        cuts: whether prompts that are too long are cut.
 
     Raises:
         ValueError: something of it is asked for.
@@ -300,6 +303,11 @@ def check_sequences(episodes: EpisodesConfig, estimator: str, *, has_images: boo
         undo = "let history be append"
     else:
         return
+    if cuts and memory is None:
+        raise ValueError(
+            f"{what} data.overlong.kind truncate: a branch renders the conversation from its beginning, uncut. Let it "
+            "be filter or error, or let history be append"
+        )
     for is_asked, name, way in (
         (estimator in ALONG_AN_EPISODE, f"algorithm.advantage.kind {estimator}",
          "use gigpo or step_reinforce, or one that compares episodes, such as grpo"),

@@ -284,7 +284,9 @@ class Episodes:
             left = max(0.0, min(SLICE_SECONDS, call.end - self._clock.monotonic()))
             wait = left if number == len(services) - 1 else 0.0
             wanted = BeginEpisode(wait_seconds=wait, key=call.name)
-            if (opened := await self._asked(service, experiment, wanted, call, CALL_SECONDS)) is not None:
+            opened = await self._asked(service, experiment, wanted, call, CALL_SECONDS)
+            # One that fell silent may have begun one: no other does.
+            if opened is not None or self._holder(experiment, call) is not None:
                 return opened
         return None
 

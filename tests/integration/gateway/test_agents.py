@@ -477,6 +477,32 @@ async def test_a_repeated_call_begins_no_second_episode_while_the_rollout_that_h
         assert fleet.counts()["episodes_opened"] == 2
 
 
+async def test_a_call_begins_no_second_episode_where_the_first_rollout_begins_one_and_falls_silent(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with agent_fleet(a_spec(group_size=2), writes, num_rollouts=2, max_groups=4) as fleet:
+        await fleet.issue(8)
+        rollouts, call, begun = fleet.gateway.episodes.rollouts, fleet.gateway.episodes.rollouts.call, dict[str, Any]()
+
+        async def silent(service: Any, path: str, body: Any, *given: Any) -> Any:
+            if not begun and not body["only_known"]:
+                begun[service.id] = await call(service, path, body, *given)
+            elif service.id not in begun:
+                return await call(service, path, body, *given)
+            raise DeadlineExceeded(f"{service.id} does not answer")
+
+        monkeypatch.setattr(rollouts, "call", silent)
+        none = await call_with(fleet, http, "k", 2)
+        monkeypatch.setattr(rollouts, "call", call)
+        again = await call_with(fleet, http, "k", 5)
+
+        [(holder, opened)] = begun.items()
+        assert (none.status_code, none.json()["code"]) == (503, "no_task")
+        assert f"{holder} has the episode of this call" in none.json()["detail"]
+        assert again.json()["episode_id"] == opened["episode_id"]
+        assert fleet.counts()["episodes_opened"] == 1
+
+
 async def test_a_rollout_begins_no_episode_for_a_caller_that_has_gone(
     fleet: AgentFleet, http: httpx.AsyncClient
 ) -> None:

@@ -124,11 +124,14 @@ def stage_adapters(place: Path, settings: ServerSettings, shapes: Mapping[str, t
     """
     model = settings.model_path
     config = _config_of(image, settings, shapes) | {"base_model_name_or_path": str(model)}
+    made = None
     try:
         made = Path(tempfile.mkdtemp(prefix="adapters-", dir=place))
         shutil.copyfile(image, made / WEIGHTS_FILE)
         (made / CONFIG_FILE).write_text(json.dumps(config, indent=1), encoding="utf-8")
     except OSError as error:
+        if made is not None:  # the disk may be full, and each try would take as much of it
+            shutil.rmtree(made, ignore_errors=True)
         raise Unavailable(f"no folder can be made to load adapters from, in {place}: {error}") from error
     return made
 

@@ -1,6 +1,7 @@
 """Versions of adapters alone at a vLLM server: a model of its own for each, and what happens at the switch."""
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from flotilla.services.rollout.engines.vllm.engine import (
 )
 from flotilla.services.rollout.engines.vllm.held_weights import HeldWeights
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import WeightsDiverged, WeightTransferFailed, WorkerDied
+from flotilla.shared.errors import Unavailable, WeightsDiverged, WeightTransferFailed, WorkerDied
 from flotilla.shared.models.weight_files import shapes_in
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of
@@ -315,6 +316,27 @@ def test_the_folder_is_one_that_peft_reads(
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8.0, False)
     assert config["target_modules"][0] == "model.layers.0.mlp.down_proj"
     assert sorted(load_file(folder / WEIGHTS_FILE)) == sorted(load_file(images(4)))
+
+
+def test_a_full_disk_keeps_nothing_of_a_folder_that_could_not_be_made(
+    model: Path,
+    settings: ServerSettings,
+    images: Callable[[int], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(Unavailable, match="No space left on device"):
+        stage_adapters(place, settings, shapes_in([model / "model.safetensors"]), images(4))
+
+    assert list(place.iterdir()) == []
 
 
 class Stacked(torch.nn.Module):

@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from flotilla.services.gateway.store import tables
 from flotilla.services.gateway.store.base import MetricRow
+from flotilla.services.gateway.store.direct import SQLITE, DirectConnection
 from flotilla.services.gateway.store.locks import BEAT_SECONDS, DOUBT_SECONDS, FileLock, deposed, lock_every_session
 from flotilla.services.gateway.store.memory import event_of
 from flotilla.services.gateway.store.records import (
@@ -33,9 +34,10 @@ from flotilla.services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
+from flotilla.services.gateway.store.seen_keys import SeenKeys
 from flotilla.services.gateway.store.statements import RowWriter, document, one_row, put_row
 from flotilla.services.gateway.store.transaction import TransactionalStore, in_time
-from flotilla.services.gateway.store.writes import PointRecord, Write
+from flotilla.services.gateway.store.writes import PointRecord, PutRecord, Write
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotLeading, Unavailable
 from flotilla.shared.net.retry import Backoff
 from flotilla.shared.schemas.experiment import CheckpointView, Event, ExperimentState
@@ -130,11 +132,12 @@ class SqlStore(TransactionalStore):
         self._leader, self._on_deposed = leader, on_deposed
         self._term: int | None = None
         self._writer = RowWriter()
+        self._seen = SeenKeys()
         self._confirmed_at = time.monotonic()
         self._engine = engine
         self._thread = thread
         self._is_closing = threading.Event()
-        path = engine.url.database if engine.dialect.name == "sqlite" else None
+        path = engine.url.database if engine.dialect.name == SQLITE else None
         self._lock = FileLock(Path(path)) if path else None
 
     @classmethod
@@ -181,6 +184,10 @@ class SqlStore(TransactionalStore):
             before = connection.scalar(sa.select(row.c.term).with_for_update()) or 0
             put_row(connection, row, {"number": ONLY, "name": "", "term": before + 1, "leader": self._leader})
         self._term, self._confirmed_at = before + 1, time.monotonic()
+        with self._engine.connect() as connection:
+            # From here on nobody else adds any.
+            for key in connection.scalars(sa.select(tables.idempotency.c.key)):
+                self._seen.add(key)
 
     @property
     def is_in_doubt(self) -> bool:
@@ -231,7 +238,10 @@ class SqlStore(TransactionalStore):
 
     async def apply(self, writes: Sequence[Write]) -> list[Event]:
         """Store all of them or none; return the events among them."""
-
+        for write in writes:
+            if isinstance(write, PutRecord) and isinstance(write.record, StoredAnswer):
+                # Before it is stored: it may be asked for before that is known.
+                self._seen.add(write.record.key)
         return await self._in_thread(lambda: self._apply(writes))
 
     def _apply(self, writes: Sequence[Write]) -> list[Event]:
@@ -239,9 +249,10 @@ class SqlStore(TransactionalStore):
             transaction = connection.begin()
             name = secrets.token_hex(8)
             # First, so that whoever takes over waits for this transaction, or this one for them.
-            if not connection.execute(OURS, {"new_name": name, "our_term": self._term}).rowcount:
+            writing = DirectConnection(connection) if connection.dialect.name == SQLITE else connection
+            if not writing.execute(OURS, {"new_name": name, "our_term": self._term}).rowcount:
                 raise deposed()
-            events = self._writer.write(connection, writes)
+            events = self._writer.write(writing, writes)
             try:
                 transaction.commit()
                 self._writer.are_stored()
@@ -393,7 +404,7 @@ class SqlStore(TransactionalStore):
 
     async def answer(self, key: str) -> StoredAnswer | None:
         """Find the answer to an idempotency key."""
-        rows = await self._rows(ONE_ANSWER, key=key)
+        rows = await self._rows(ONE_ANSWER, key=key) if key in self._seen else []
         return StoredAnswer(**rows[0]) if rows else None
 
     async def deliveries(self) -> list[DeliveryRecord]:

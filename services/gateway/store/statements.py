@@ -16,6 +16,7 @@ from sqlalchemy import Column, Connection, Dialect, Table
 from sqlalchemy.dialects import postgresql, sqlite
 
 from flotilla.services.gateway.store import tables
+from flotilla.services.gateway.store.direct import DirectConnection
 from flotilla.services.gateway.store.memory import event_of
 from flotilla.services.gateway.store.records import (
     ExperimentRecord,
@@ -50,6 +51,7 @@ TABLES: Final[Mapping[type[Record], Table]] = {
     TokenRecord: tables.tokens,
     StoredAnswer: tables.idempotency,
 }
+Writing = Connection | DirectConnection
 ONE_VALUE: Final = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
 """No two rows of metrics have the same."""
 OF_EXPERIMENTS: Final = (
@@ -71,7 +73,7 @@ class RowWriter:
         """What the database has of each experiment, as far as this has written it."""
         self._staged: dict[str, ExperimentRecord | None] = {}
 
-    def write(self, connection: Connection, writes: Sequence[Write]) -> list[Event]:
+    def write(self, connection: Writing, writes: Sequence[Write]) -> list[Event]:
         """Write all within the connection's transaction; return the events among them."""
         self._staged = {}
         return [event for write in writes if (event := self._do(connection, write)) is not None]
@@ -84,7 +86,7 @@ class RowWriter:
                 self._stored[experiment_id] = record
         self._staged = {}
 
-    def _do(self, connection: Connection, write: Write) -> Event | None:
+    def _do(self, connection: Writing, write: Write) -> Event | None:
         """Do one write of a transaction; return its event, if it is one."""
         match write:
             case PutRecord(record):
@@ -123,7 +125,7 @@ class RowWriter:
                 assert_never(write)
         return None
 
-    def _put_record(self, connection: Connection, record: Record) -> None:
+    def _put_record(self, connection: Writing, record: Record) -> None:
         table = TABLES[type(record)]
         if not isinstance(record, ExperimentRecord):
             put_row(connection, table, row_of(record))
@@ -137,7 +139,7 @@ class RowWriter:
         self._staged[record.id] = record
 
 
-def put_row(connection: Connection, table: Table, row: Mapping[str, Any]) -> None:
+def put_row(connection: Writing, table: Table, row: Mapping[str, Any]) -> None:
     """Replace the row of the same primary key, or insert it; ``row`` has a value for every column."""
     connection.execute(_replacement(table, connection.dialect.name), dict(row))
 
@@ -189,13 +191,13 @@ def _mapping(value: Any) -> dict[str, Any]:
 _DOCUMENTS: Final = json.JSONEncoder(default=_mapping)
 
 
-def _put_metrics(connection: Connection, experiment_id: str, points: Sequence[PointRecord]) -> None:
+def _put_metrics(connection: Writing, experiment_id: str, points: Sequence[PointRecord]) -> None:
     # The last of two equal keys in one batch wins, as it would in two batches.
     newest = {(point.name, point.step): point for point in points}
     rows = [{"experiment_id": experiment_id, **point._asdict()} for point in newest.values()]
     if not rows:
         return
-    if connection.dialect.name == "sqlite":
+    if isinstance(connection, DirectConnection):
         # One statement in place of two; what it replaces it deletes, and the new row has the next number.
         text, names = _replacement_of_metrics(connection.dialect)
         connection.exec_driver_sql(text, [tuple(row[name] for name in names) for row in rows])

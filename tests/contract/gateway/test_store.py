@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import sqlalchemy as sa
@@ -81,17 +81,28 @@ async def test_experiments_come_back_as_they_were_oldest_first(store: Store) -> 
     assert found[1].state is ExperimentState.RUNNING
 
 
+def note_statements(engine: sa.Engine, statements: list[str]) -> None:
+    """Note what an engine's database is asked; of SQLite by its driver, which is asked without SQLAlchemy, too."""
+
+    def note(_connection: object, _cursor: object, statement: str, *_others: object) -> None:
+        statements.append(statement)
+
+    if engine.dialect.name == "sqlite":
+        connection: Any = engine.raw_connection()
+        connection.driver_connection.set_trace_callback(statements.append)
+        connection.close()
+    else:
+        sa.event.listen(engine, "before_cursor_execute", note)
+
+
 async def test_of_an_experiment_that_changes_only_what_changed_is_written(database_url: str) -> None:
     record = a_record("a")
     opened = await SqlStore.open(database_url)
     statements: list[str] = []
 
-    def note(_connection: object, _cursor: object, statement: str, *_others: object) -> None:
-        statements.append(statement)
-
     try:
         await opened.apply([PutRecord(record)])
-        sa.event.listen(opened._engine, "before_cursor_execute", note)
+        note_statements(opened._engine, statements)
         await opened.apply([PutRecord(replace(record, step=1)), PutRecord(replace(record, step=2, updated_at=9.5))])
         writes = [each for each in statements if "experiments" in each]
         assert len(writes) == 2

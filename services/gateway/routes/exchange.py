@@ -83,7 +83,7 @@ class StatusCalls:
         try:
             observed = ObservedState.model_validate_json(message.get("body", b""))
         except ValidationError:
-            await self._app(scope, _again(message, receive), send)
+            await self._app(scope, again(message, receive), send)
             return
         wait_seconds, connection = float(query[1] or 0), connection_of(scope)
         try:
@@ -104,7 +104,7 @@ class StatusCalls:
             connection.read_in_turn()
 
 
-def _again(message: Message, receive: Receive) -> Receive:
+def again(message: Message, receive: Receive) -> Receive:
     """Replay a message that was read already, then whatever comes next."""
     read: list[Message] = [message]
 

@@ -29,8 +29,12 @@ class FailedReport(TolerantWire):
 
 
 @router.post("", status_code=201)
-async def announce(experiment_id: str, request: PublicationRequest, trainer: Trainer, gateway: Gateway) -> Publication:
+async def announce(
+    experiment_id: str, request: PublicationRequest, trainer: Trainer, gateway: Gateway, wait: Wait = 0.0
+) -> Publication:
     """Announce a policy version's weights; every member confirms before the first collective.
+
+    Where nothing is sent, since all members map the image, the answer may ``wait`` for their next phase.
 
     Raises:
         StalePolicyVersion: the version is not newer than the current one.
@@ -38,7 +42,14 @@ async def announce(experiment_id: str, request: PublicationRequest, trainer: Tra
         NotAssigned: the caller is not its trainer, or was it in an earlier epoch.
         Unavailable: the gateway has just started and has not heard from every rollout; try again.
     """
-    return await gateway.publications.announce(experiment_id, trainer, request)
+    publication = await gateway.publications.announce(experiment_id, trainer, request)
+    wait = min(wait, gateway.settings.longest_wait_seconds)
+    if wait <= 0 or any(member.rank is not None for member in publication.members):
+        return publication
+    phase, epoch = publication.phase, publication.epoch
+    return await gateway.publications.get(
+        experiment_id, publication.version, wait_seconds=wait, phase=phase, epoch=epoch
+    )
 
 
 @router.get("")

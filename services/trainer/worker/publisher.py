@@ -168,8 +168,11 @@ class Publisher:
 
     async def _negotiate(self, manifest: Manifest, path: Path, step: int) -> Publication:
         request = PublicationRequest(manifest=manifest, step=step)
-        publication = await self._call("POST", self._path, body=request)
+        # Of members that map the image nothing is wanted: the answer waits for them, as far as the gateway knows how.
+        publication = await self._call("POST", self._path, body=request, params={"wait": POLL_SECONDS})
         self._images.is_broadcast = _num_receivers(publication) > 0
+        if publication.members and not self._images.is_broadcast:
+            await self._leave_epoch()
         sent: int | None = None
         while publication.phase not in {PublicationPhase.COMMITTED, PublicationPhase.ABORTED}:
             try:

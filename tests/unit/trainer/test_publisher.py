@@ -354,6 +354,28 @@ async def test_members_that_map_the_image_are_sent_nothing(a_rig: MakeRig) -> No
     assert Path(gateway.request.manifest.image_path).is_file()
 
 
+async def test_the_announcement_waits_for_members_that_map_the_image_and_nothing_else_is_asked(a_rig: MakeRig) -> None:
+    gateway, sender = FakeGateway("a"), FakeSender()
+    gateway.members = (Member(service_id="a", rank=None, transport=Transport.SHARED_MEMORY),)
+    asked: list[Any] = []
+    call = gateway.call
+
+    async def commits(method: str, path: str, *, body: Any = None, params: Any = None, **_: Any) -> Any:
+        asked.append((method, params))
+        answer = await call(method, path, body=body)
+        return answer | {"phase": "committed"}
+
+    gateway.call = commits  # type: ignore[method-assign]
+    rig = a_rig(gateway, sender)
+
+    await rig.publish(1)
+    async with asyncio.timeout(2):
+        await rig.publisher.settled()
+
+    assert asked == [("POST", {"wait": 5.0})]
+    assert (rig.publisher.published_version, sender.sent) == (1, [])
+
+
 async def test_training_goes_on_while_the_image_is_read_for_its_checksum(
     a_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

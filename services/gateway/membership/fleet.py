@@ -2,6 +2,9 @@
 
 A status call first records the observation, then waits until the service's desired state differs from the one it
 acknowledged. Whoever changes something that matters to a service fires its signal; nothing is polled.
+
+Where a service reports and waits at the same time, what its report has changed is the answer to the report, and the
+call that waits goes on waiting: it would say the same.
 """
 
 import asyncio
@@ -132,10 +135,11 @@ class Fleet:
         """
         service = self._registry.get(service_id)
         self._registry.renew(service, wait_seconds)
-        await self._observe(service, observed)
         if wait_seconds <= 0:
-            return self.desired(service)
+            return await self._answer_push(service, observed)
+        await self._observe(service, observed)
         service.polls += 1
+        service.told = None
         poll = service.polls
         answer = await self._wait_for_change(service, observed.acknowledged, wait_seconds, watch)
         if answer is None:
@@ -144,6 +148,20 @@ class Fleet:
         if poll == service.polls:
             self._registry.settle(service)
         return answer
+
+    async def _answer_push(self, service: LiveService, observed: ObservedState) -> DesiredState:
+        """Record an observation and answer at once; meanwhile the service's poll is not answered."""
+        service.pushes += 1
+        try:
+            await self._observe(service, observed)
+            answer = self.desired(service)
+            service.told = answer.tag
+            return answer
+        finally:
+            service.pushes -= 1
+            if service.is_held:
+                service.is_held = False
+                service.changed.fire()
 
     async def _wait_for_change(
         self, service: LiveService, acknowledged: str | None, wait_seconds: float, watch: WatchCaller
@@ -158,7 +176,10 @@ class Fleet:
             self._registry.get(service.id)
             answer = self.desired(service)
             remaining = end - self._clock.monotonic()
-            if answer.tag != acknowledged or remaining <= 0 or service.polls != poll:
+            # A report that is being handled is answered first, perhaps with the same.
+            service.is_held = service.pushes > 0 and answer.tag != acknowledged
+            is_news = answer.tag != (service.told or acknowledged) and not service.is_held
+            if is_news or remaining <= 0 or service.polls != poll:
                 return answer
             if hung_up is None:
                 hung_up = watch()

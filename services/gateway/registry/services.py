@@ -59,6 +59,9 @@ class LiveService:
         engines: kinds of engines that it can start.
         devices: identities of the GPUs that it may use.
         heard_at: when it called last, by the registry's clock in seconds.
+        pushes: how many of its reports are being handled.
+        told: tag of what it was last told in answer to a report, since its present poll began.
+        is_held: whether its poll waits for the answer to a report.
         is_cut_off: the connection of its waiting call broke, and it has not called since: its process may be dead.
         released_from: the experiment that it was assigned to last, whose devices it may still hold.
         is_restored: it registered with an earlier process, so where it was released from is not known.
@@ -77,6 +80,9 @@ class LiveService:
         self.lease_ends = lease_ends
         self.heard_at = heard_at
         self.polls = 0
+        self.pushes = 0
+        self.told: str | None = None
+        self.is_held = False
         self.is_cut_off = False
         self.changed = Signal()
         self.released_from: str | None = None

@@ -15,7 +15,7 @@ from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.writes import PutCheckpoint, PutRecord
 from flotilla.shared.clock import ManualClock
-from flotilla.shared.errors import Conflict, NotFound
+from flotilla.shared.errors import Conflict, NotFound, Unavailable
 from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
 from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
@@ -215,6 +215,67 @@ async def test_a_newer_poll_ends_the_older_one_and_a_push_does_not() -> None:
     assert (await asyncio.wait_for(older, 30.0)).tag == tag
     assert not newer.done()
     newer.cancel()
+
+
+async def test_what_a_push_was_answered_the_waiting_poll_is_not_and_the_next_change_it_is() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    service = gateway.registry.get(service_id)
+    idle = (await say(gateway, service_id, ObservedState())).tag
+    waiting = poll(gateway, service_id, idle)
+    await turns()
+
+    # As a report that commits a version does: what it changes is stored while it is handled.
+    async def changes(*_: Any) -> None:
+        await gateway.registry.assign(service, experiment.id)
+        await turns()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway.fleet, "_observe", changes)
+        assigned = (await say(gateway, service_id, ObservedState(acknowledged=idle))).tag
+    await turns()
+    assert assigned != idle
+    assert not waiting.done()
+
+    # Back to what the poll has acknowledged, and the service no longer has.
+    await gateway.registry.assign(service, None)
+
+    assert (await asyncio.wait_for(waiting, 30.0)).tag == idle
+
+
+async def test_a_poll_is_answered_after_a_push_that_failed() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    idle = (await say(gateway, service_id, ObservedState())).tag
+    waiting = poll(gateway, service_id, idle)
+    await turns()
+
+    async def fails(*_: Any) -> None:
+        await gateway.registry.assign(gateway.registry.get(service_id), experiment.id)
+        await turns()
+        assert not waiting.done()
+        raise Unavailable("the database is away")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gateway.fleet, "_observe", fails)
+        with pytest.raises(Unavailable):
+            await say(gateway, service_id, ObservedState(acknowledged=idle))
+
+    assert (await asyncio.wait_for(waiting, 30.0)).tag != idle
+
+
+async def test_a_new_poll_is_told_again_what_a_push_was_answered() -> None:
+    gateway = a_gateway()
+    experiment = await add_experiment(gateway)
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+    idle = (await say(gateway, service_id, ObservedState())).tag
+    await gateway.registry.assign(gateway.registry.get(service_id), experiment.id)
+    told = (await say(gateway, service_id, ObservedState(acknowledged=idle))).tag
+
+    # The answer was lost, or overtaken: the service still has what it had.
+    assert (await asyncio.wait_for(poll(gateway, service_id, idle), 30.0)).tag == told
 
 
 async def test_a_service_that_is_removed_while_it_waits_hears_of_it() -> None:

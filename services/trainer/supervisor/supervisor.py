@@ -46,6 +46,8 @@ PAUSE_GROWTH = 4.0
 STOP_SECONDS = 8.0
 LAST_CHECKPOINT_SECONDS = 25.0
 """Somewhat less than a gateway waits for the services of an experiment that ends."""
+NEWS_SECONDS = 0.5
+"""How long the news of a step or a version waits for more: the gateway has both from the worker's own calls."""
 RELEASE_SECONDS = 120.0
 """How long weights may take to leave a device: the host's disk may be slow."""
 COMPONENT = "trainer"
@@ -167,6 +169,7 @@ class Supervisor(StateFollower):
         self._told_of_device: DeviceReport | None = None  # by the worker that runs
         self._holds_devices: bool | None = None  # by the same, on a host that does not lead
         self._idle_since: float | None = None
+        self._news: asyncio.TimerHandle | None = None
         self._restarts = Restarts(
             MAX_DEATHS,
             window_seconds=DEATH_WINDOW_SECONDS,
@@ -292,10 +295,11 @@ class Supervisor(StateFollower):
             self._failure = self._told = message.failure
             self._is_hopeless, self._is_passing = message.is_permanent, message.is_passing
         else:
-            is_news = self._status is None or (
-                (message.step, message.version, message.device, message.holds_devices)
-                != (self._status.step, self._status.version, self._told_of_device, self._holds_devices)
+            known = self._status
+            is_urgent = known is None or (
+                (message.device, message.holds_devices) != (self._told_of_device, self._holds_devices)
             )
+            is_news = known is not None and (message.step, message.version) != (known.step, known.version)
             self._status, self._told_of_device = message, message.device
             self._holds_devices = message.holds_devices
             self._end_if_it_does_not_release(message.device)
@@ -304,8 +308,14 @@ class Supervisor(StateFollower):
                 self._failure = None
                 self._backoff.reset()
             self._enter(message.state)
-            if is_news:
+            if is_urgent:
                 self.notify()
+            elif is_news and self._news is None:
+                self._news = asyncio.get_running_loop().call_later(NEWS_SECONDS, self._tell_news)
+
+    def _tell_news(self) -> None:
+        self._news = None
+        self.notify()
 
     def _end_if_it_does_not_release(self, told: DeviceReport | None) -> None:
         """Give a worker up that was told to release the device, needs it for nothing, and has it all the same."""

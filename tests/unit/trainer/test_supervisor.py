@@ -136,6 +136,27 @@ async def test_an_assignment_starts_a_worker_and_its_status_is_observed(monkeypa
         assert rig.workers[0].launch.incarnation == 2_000_001
 
 
+async def test_steps_and_versions_are_told_together_and_the_first_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.services.trainer.supervisor.supervisor.NEWS_SECONDS", 0.05)
+    told: list[tuple[int | None, int | None]] = []
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        rig.workers[0].say(a_status())
+        await asyncio.sleep(0)
+
+        def note() -> None:
+            observed = rig.supervisor.observe()
+            told.append((observed.step, observed.policy_version))
+
+        rig.supervisor.notify = note
+        for step, version in ((3, 3), (4, 3), (4, 4)):
+            rig.workers[0].say(a_status(step=step, version=version))
+        assert told == []
+        await rig.until(lambda: bool(told))
+        rig.workers[0].say(a_status(WorkState.FINISHED, step=5, version=5))
+        assert told == [(4, 4), (5, 5)]
+
+
 async def test_a_worker_that_has_read_no_checkpoint_yet_names_no_step() -> None:
     answers = io.BytesIO()
 

@@ -1,9 +1,10 @@
 """What experiments ask of a fleet, and what services there are for them, as the placement sees both."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from flotilla.services.gateway.records.repository import Experiment
 from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, DeviceNeed, decide, rollout_need, trainer_need
 from flotilla.shared.config.rules.publication import decide_publication, publishes_adapters
@@ -11,6 +12,7 @@ from flotilla.shared.config.sections.engine import ServerEngineConfig
 from flotilla.shared.config.sections.resources import QuotaConfig, RolloutQuotaConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.engine import with_adapters
+from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import LIVE_CHANGES
 from flotilla.shared.schemas.service import ServiceKind as Kind
 
@@ -170,3 +172,58 @@ def _flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]
     for key, value in changes.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return {name: value for name, value in found.items() if not name.endswith(".kind")}
+
+
+class DemandFacts(NamedTuple):
+    """All that a demand is made of. A spec is replaced when it changes: it is told apart by identity."""
+
+    spec: ExperimentSpec
+    state: ExperimentState
+    was_placed: bool
+    hearers: frozenset[Kind]
+
+
+class Demands:
+    """Makes what an experiment demands again only when what it is made of has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[DemandFacts, Demand]] = {}
+
+    def of(self, experiments: Iterable[Experiment], mixed: frozenset[Kind]) -> list[Demand]:
+        """List what they demand, in their order.
+
+        Args:
+            mixed: kinds of service of which not all take live changes.
+        """
+        known: dict[str, tuple[DemandFacts, Demand]] = {}
+        for experiment in experiments:
+            hearers = experiment.steering.hearers & mixed
+            facts = DemandFacts(experiment.spec, experiment.state, _was_placed(experiment), frozenset(hearers))
+            found = self._known.get(experiment.id)
+            is_known = found is not None and found[0].spec is facts.spec and found[0][1:] == facts[1:]
+            known[experiment.id] = found if found and is_known else (facts, _demand(experiment.id, facts))
+        self._known = known
+        return [demand for _, demand in known.values()]
+
+
+def _demand(experiment_id: str, facts: DemandFacts) -> Demand:
+    spec = facts.spec
+    return Demand(
+        experiment_id=experiment_id,
+        quotas=quotas_of(spec),
+        is_placed=facts.was_placed,
+        weight=spec.resources.weight,
+        priority=spec.resources.priority,
+        is_paused=facts.state is ExperimentState.PAUSED,
+        engine=engine_to_start(spec),
+        needs=needs_of(spec),
+        shares_devices=spec.shares_devices,
+        hearers=facts.hearers,
+    )
+
+
+def _was_placed(experiment: Experiment) -> bool:
+    """Whether it has had all that it needs: a trainer is given with the rest, at once."""
+    if experiment.spec.trains:
+        return experiment.record.trainer_epoch > 0
+    return experiment.state is not ExperimentState.STARTING

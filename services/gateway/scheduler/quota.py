@@ -17,18 +17,15 @@ from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.scheduler.demands import (
     Candidate,
     Demand,
+    Demands,
     Has,
     decided,
-    engine_to_start,
-    needs_of,
-    quotas_of,
 )
 from flotilla.services.gateway.scheduler.devices import counts_of, others, owners_of
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.rules.devices import DeviceFacts
-from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
 from flotilla.shared.schemas.service import LIVE_CHANGES, ServiceKind
 from flotilla.shared.schemas.service import ServiceKind as Kind
@@ -217,6 +214,7 @@ class Scheduler:
         self._notice_seconds = notice_seconds
         self._unfair_since: float | None = None
         self._candidates = Candidates()
+        self._demands_of = Demands()
         self._placed: tuple[list[Demand], list[Candidate], Placement] | None = None
 
     async def reconcile(self) -> None:
@@ -260,21 +258,7 @@ class Scheduler:
         active.sort(key=lambda e: (e.record.start_number, e.record.started_at or 0.0))
         # Where all of a kind take changes, who needs that needs nothing special: nothing is kept for it.
         mixed = {each.kind for each in self._registry if not each.capabilities.live_changes}
-        return [
-            Demand(
-                experiment_id=experiment.id,
-                quotas=quotas_of(experiment.spec),
-                is_placed=_was_placed(experiment),
-                weight=experiment.spec.resources.weight,
-                priority=experiment.spec.resources.priority,
-                is_paused=experiment.state is ExperimentState.PAUSED,
-                engine=engine_to_start(experiment.spec),
-                needs=needs_of(experiment.spec),
-                shares_devices=experiment.spec.shares_devices,
-                hearers=experiment.steering.hearers & mixed,
-            )
-            for experiment in active
-        ]
+        return self._demands_of.of(active, frozenset(mixed))
 
     def _place(self) -> tuple[list[Demand], list[Candidate], Placement]:
         """Decide the placement; while nothing has changed, what was decided before."""
@@ -375,10 +359,3 @@ class Scheduler:
 def _has(service: LiveService) -> Has:
     devices = DeviceFacts(len(service.devices), service.capabilities.device == "cuda")
     return Has(service.id, devices, service.engines)
-
-
-def _was_placed(experiment: Experiment) -> bool:
-    """Whether it has had all that it needs: a trainer is given with the rest, at once."""
-    if experiment.spec.trains:
-        return experiment.record.trainer_epoch > 0
-    return experiment.state is not ExperimentState.STARTING

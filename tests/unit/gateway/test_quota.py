@@ -10,6 +10,7 @@ from flotilla.services.gateway import signals
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.runtime.reconciler import REST_SHARE
+from flotilla.services.gateway.scheduler.demands import Demands
 from flotilla.services.gateway.scheduler.quota import Candidates
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
@@ -301,3 +302,31 @@ async def test_a_candidate_is_kept_until_something_of_its_service_changes() -> N
 
     moves = [each != before for before, each in itertools.pairwise(seen)]
     assert moves == [False, True, True, True, True, True, True, True]
+
+
+async def test_a_demand_is_kept_until_something_of_its_experiment_changes() -> None:
+    gateway = a_gateway()
+    experiment, _ = await run_alone(gateway, 1)
+    known, nobody = Demands(), frozenset[ServiceKind]()
+    seen = [known.of(gateway.repository, nobody)]
+
+    def look(mixed: frozenset[ServiceKind] = nobody) -> None:
+        seen.append(known.of(gateway.repository, mixed))
+        assert seen[-1] == Demands().of(gateway.repository, mixed)
+
+    await gateway.repository.update(experiment, step=1, policy_version=1)
+    look()
+    assert seen[0][0] is seen[1][0]
+    await gateway.repository.update(experiment, state=ExperimentState.PAUSED)
+    look()
+    await gateway.repository.update(experiment, trainer_epoch=0)
+    look()
+    async with gateway.repository.transaction() as change:
+        gateway.repository.stage_spec(change, experiment, a_spec(resources={"weight": 3.0}))
+    look()
+    look(frozenset(ServiceKind))
+
+    assert seen[2][0].is_paused
+    assert not seen[3][0].is_placed
+    assert seen[4][0].weight == 3.0
+    assert seen[5][0].hearers == experiment.steering.hearers

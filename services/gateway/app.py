@@ -22,8 +22,7 @@ from flotilla.services.gateway.routes import (
     webhooks,
 )
 from flotilla.services.gateway.routes.doors import add_doors, doors_opened
-from flotilla.services.gateway.routes.exchange import StatusCalls
-from flotilla.services.gateway.routes.trainer_calls import TrainerCalls
+from flotilla.services.gateway.routes.trainer_calls import answering_services
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState, OpenState, open_state
 from flotilla.shared.net.server.request_body import Bodies
@@ -81,7 +80,7 @@ class _GatewayApp(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         """Put the framework's own layers inside: a waiting status call would keep a frame of each."""
         framework = super().build_middleware_stack()
-        return Guard(StatusCalls(TrainerCalls(framework)), opened_of=_opened_of, bodies=self._bodies)
+        return Guard(answering_services(framework), opened_of=_opened_of, bodies=self._bodies)
 
 
 def _opened_of(scope: Scope) -> Opened:

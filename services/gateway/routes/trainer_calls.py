@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flotilla.services.gateway.membership.speaking import speaking_trainer
 from flotilla.services.gateway.routes import metrics, publications
-from flotilla.services.gateway.routes.exchange import CONTENT_TYPE, again
+from flotilla.services.gateway.routes.exchange import CONTENT_TYPE, StatusCalls, again
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.net.server.serving import problem_response
@@ -144,6 +144,11 @@ class TrainerCalls:
         headers = [CONTENT_TYPE, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": kind.status_code, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def answering_services(app: ASGIApp) -> ASGIApp:
+    """Answer what services ask most; an app gets the rest."""
+    return StatusCalls(TrainerCalls(app))
 
 
 def _kind_of(scope: Scope) -> tuple[_Kind | None, re.Match[str] | None]:

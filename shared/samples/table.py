@@ -5,8 +5,11 @@ pyarrow is imported where it is needed: it takes 0.1 s and 50 MB, which a proces
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +52,7 @@ def to_table(file: SampleFile) -> pa.Table:
     """Lay out a file's samples as columns."""
     import pyarrow as pa
 
+    _look_for_no_pandas()
     pairs = [(kept, member) for kept in file.groups for member in range(len(kept.group.trajectories))]
     places = [place for place, kept in enumerate(file.groups) for _ in kept.group.trajectories]
     columns: dict[str, pa.Array] = {
@@ -78,6 +82,24 @@ def to_table(file: SampleFile) -> pa.Table:
     facts = {"schema": SCHEMA, "step": file.step, "version": file.version} | dict(file.facts)
     table = pa.table(columns)
     return table.replace_schema_metadata({FACTS: json.dumps(facts).encode()})
+
+
+@cache
+def _look_for_no_pandas() -> None:
+    """Keep pyarrow from importing pandas, half a second of a processor, to see whether its first list is a series.
+
+    Who asks for a frame later gets one: it is then looked for again.
+    """
+    import pyarrow as pa
+
+    if "pandas" in sys.modules:
+        return
+    sys.modules["pandas"] = None  # type: ignore[assignment]
+    try:
+        with contextlib.suppress(ImportError, AttributeError):
+            pa.array([])
+    finally:
+        del sys.modules["pandas"]
 
 
 def facts_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:

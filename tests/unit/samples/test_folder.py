@@ -1,6 +1,8 @@
 """Samples in files: the same groups back, whole or not there at all, within bounds, and never in the way."""
 
 import errno
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -218,3 +220,21 @@ def test_groups_that_end_otherwise_are_kept_up_to_a_number_per_version_and_reaso
         (9, "failed", "grading_error"),
         (10, "filtered", "zero_spread"),
     ]
+
+
+def test_pandas_is_not_imported_to_lay_samples_out_and_is_there_for_who_asks() -> None:
+    program = """
+import sys
+from tests.unit.samples.builders import a_step
+from flotilla.shared.samples.table import to_table
+assert "pandas" not in sys.modules
+table = to_table(a_step())
+assert "pandas" not in sys.modules
+try:
+    import pandas
+except ModuleNotFoundError:
+    sys.exit()
+assert len(table.to_pandas()) == table.num_rows
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -130,7 +130,8 @@ class Member:
             return reply.finish
         if len(self._builder.turns) >= self.max_turns:
             return FinishReason.TURNS
-        self._said += (Message("assistant", turn.text), *reply.messages)
+        if self.may_branch:
+            self._said += (Message("assistant", turn.text), *reply.messages)
         context, is_fresh = await asyncio.to_thread(self._context, reply)
         if len(context) + (0 if is_fresh else len(self._builder.prompt_ids)) >= self.max_tokens:
             return FinishReason.TOKENS

@@ -5,6 +5,7 @@ interrupted and go on under other weights.
 """
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.services.rollout.tools.base import Tool
 from flotilla.services.rollout.tools.conversation import ToolConversations
@@ -156,14 +158,30 @@ def with_an_environment(task: Task, member: int) -> Conversation:
     return EnvironmentConversation(Counting, task, 5.0, is_quick=True)
 
 
+def forgetful() -> ChatRenderer:
+    """Make a renderer whose template shows but the beginning of every second answer."""
+    found = renderer_of("qwen 3")
+    tokenizer = copy.deepcopy(tokenizer_of("qwen 3"))
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ '<|im_start|>' + each['role'] + '\n' }}"
+        "{{ each['content'][:12] if loop.index0 % 4 == 1 else each['content'] }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    return ChatRenderer(tokenizer, found.stop_token_ids)
+
+
 def episodes(
-    engine: Engine, converse: Callable[[Task, int], Conversation], sampling: SamplingConfig
+    engine: Engine,
+    converse: Callable[[Task, int], Conversation],
+    sampling: SamplingConfig,
+    *,
+    branches: bool = False,
 ) -> MultiTurnEpisodes:
     return MultiTurnEpisodes(
         engine,
-        renderer_of("qwen 3"),
+        forgetful() if branches else renderer_of("qwen 3"),
         Turns(sampling, sampling),
-        Limits(TURNS, CONTEXT),
+        Limits(TURNS, CONTEXT, may_branch=branches),
         converse,
         ResumeRule(mixes_versions=True, max_lag=3),
     )
@@ -225,13 +243,22 @@ def the_task() -> Task:
 
 
 @pytest.mark.parametrize(
-    ("converse", "sampling"),
-    [(with_tools, SAMPLING), (with_an_environment, SAMPLING), (with_an_environment, PENALISED)],
+    ("converse", "sampling", "branches"),
+    [
+        (with_tools, SAMPLING, False),
+        (with_an_environment, SAMPLING, False),
+        (with_an_environment, PENALISED, False),
+        (with_an_environment, PENALISED, True),
+    ],
 )
 async def test_turns_agree_with_the_trainer_while_weights_change_under_them(
-    weights: Weights, engine: Engine, converse: Callable[[Task, int], Conversation], sampling: SamplingConfig
+    weights: Weights,
+    engine: Engine,
+    converse: Callable[[Task, int], Conversation],
+    sampling: SamplingConfig,
+    branches: bool,
 ) -> None:
-    running = asyncio.create_task(episodes(engine, converse, sampling).run(the_task()))
+    running = asyncio.create_task(episodes(engine, converse, sampling, branches=branches).run(the_task()))
     for version, turns in ((1, 1.4), (2, 0.8)):
         await until_turn(engine, turns)
         await engine.load_weights(weights.images[version], version, OnWeightUpdate.INTERRUPT)
@@ -241,6 +268,8 @@ async def test_turns_agree_with_the_trainer_while_weights_change_under_them(
         assert [len(turn.text) > 0 for turn in trajectory.turns] == [True] * TURNS
         assert trajectory.num_sampled == TURNS * NEW_TOKENS
         assert trajectory.finish_reason is FinishReason.TURNS
+        # The first answer and the third are shown otherwise than they were sampled.
+        assert [turn.is_fresh for turn in trajectory.turns[1::2]] == [branches, branches]
         shown = renderer_of("qwen 3").text(
             trajectory.token_ids[trajectory.turns[1].start : trajectory.turns[1].sampled]
         )

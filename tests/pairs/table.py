@@ -374,6 +374,11 @@ RANKS: Options = {
         "tensors": {"parallelism.ranks": 2, "parallelism.tensor_parallel": 2},
     },
     "hosts": {"one": {}, "two": {}},
+    "pictures": {
+        "none": {},
+        "some": {"data.images.column": "images"},
+        "some, tower trained": {"data.images.column": "images", "model.vision_tower": "trained"},
+    },
     **{
         name: {value: TRAINER[name][value] for value in values}
         for name, values in {
@@ -391,5 +396,12 @@ RANKS: Options = {
 }
 """Options of the trainer whose state ranks divide among them, and how: over ranks of one host or of two."""
 
-RANKS_REFUSED: tuple[frozenset[Case], ...] = (frozenset({("mesh", "tensors"), ("adapters", "some")}),)
-"""What a spec refuses beside a mesh: adapters take the place of the layers that are divided."""
+RANKS_REFUSED: tuple[frozenset[Case], ...] = (
+    frozenset({("mesh", "tensors"), ("adapters", "some")}),
+    *(
+        frozenset({("pictures", pictures), case})
+        for pictures in ("some", "some, tower trained")
+        for case in (("mesh", "sequences"), ("mesh", "tensors"), ("critic", "the policy's body"))
+    ),
+)
+"""What a spec refuses beside a mesh: adapters take the place of the layers that are divided. And beside pictures."""

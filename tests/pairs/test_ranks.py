@@ -1,6 +1,8 @@
 """Each row of options that ranks share is learned by two ranks, of one host or of two, as by one."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flotilla.services.trainer.learning.learner import Learner
-from flotilla.services.trainer.models.loading import LoadedModel
-from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks
+from flotilla.services.trainer.models.loading import LoadedModel, load_model
+from flotilla.services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.trajectory import Group
 from tests.integration.trainer.ranks import run_ranks, stored
+from tests.integration.trainer.test_images_agree import answered
 from tests.pairs.covering import Case, Row, covering_rows
 from tests.pairs.documents import spec_of
 from tests.pairs.table import RANKS, RANKS_REFUSED
 from tests.unit.trainer.builders import a_model, uneven_groups
+from tests.vision_models import save_vision_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -34,36 +39,51 @@ ROWS = covering_rows(VALUES, [tuple(RANKS)], RANKS_REFUSED)
 JOBS: list[Case] = [(mesh, hosts) for mesh in MESHES for hosts in VALUES["hosts"]]
 
 
-def learned(row: Row, ranks: Ranks | None) -> tuple[Learner, list[dict[str, float]]]:
+@dataclass(frozen=True)
+class Pictured:
+    """A model that takes pictures, and groups of its own samples."""
+
+    model: Path
+    groups: list[Group]
+
+
+def learned(row: Row, ranks: Ranks | None, pictured: Pictured) -> tuple[Learner, list[dict[str, float]]]:
     """Train some steps on a job, or alone."""
-    spec = a_spec(row if ranks is not None else {**row, "mesh": "one"})
-    models = [a_model(), a_model() if row["kl"] != "none" else None]
-    if ranks is None:
+    spec = a_spec(row if ranks is not None else {**row, "mesh": "one"}, pictured.model)
+    has_reference, each = row["kl"] != "none", ranks or ONE_RANK
+    if row["pictures"] != "none":
+        load = partial(load_model, pictured.model, dtype="float32", device=each.device, in_parts=each.is_several)
+        learner = Learner(spec, load(), load() if has_reference else None, ranks=each)
+    elif ranks is None:
+        models = [a_model(), a_model() if has_reference else None]
         learner = Learner(spec, *(None if each is None else LoadedModel(each, Path()) for each in models))  # type: ignore[arg-type]
     else:
-        with stored(models[0], ranks) as policy, stored(models[1], ranks) as reference:
+        with stored(a_model(), ranks) as policy, stored(a_model() if has_reference else None, ranks) as reference:
             assert policy is not None
             learner = Learner(spec, policy, reference, ranks=ranks)
-    figures = [dict(learner.train(uneven_groups(4, seed=step), step).metrics) for step in range(1, STEPS + 1)]
-    return learner, figures
+    groups = pictured.groups if row["pictures"] != "none" else None
+    steps = range(1, STEPS + 1)
+    return learner, [dict(learner.train(groups or uneven_groups(4, seed=step), step).metrics) for step in steps]
 
 
-def a_spec(row: Row) -> ExperimentSpec:
+def a_spec(row: Row, pictured: Path) -> ExperimentSpec:
     changes: dict[str, Any] = {"learning_rate": RATE, "epsilon": 1e-6, "steps": STEPS, "groups_per_mini_batch": 2}
     options = {**RANKS, "mesh": {**RANKS["mesh"], "one": {}}}
-    return spec_of(row, options, {}, optimisation=changes, asynchrony={"require_batches": 2}, reward=REWARD)
+    model = {} if row["pictures"] == "none" else {"model": {"path": str(pictured)}}
+    return spec_of(row, options, {}, optimisation=changes, asynchrony={"require_batches": 2}, reward=REWARD, **model)
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def apart(ranks: Ranks, rows: list[Row]) -> list[tuple[str, float, float]]:
+def apart(ranks: Ranks, asked: tuple[list[Row], Pictured]) -> list[tuple[str, float, float]]:
     """Train each row on this job and alone; returns the figure that differs most, by how much, and the parameters."""
     found = []
+    rows, pictured = asked
     for row in rows:
-        several, together = learned(row, ranks)
-        one, alone = learned(row, None)
+        several, together = learned(row, ranks, pictured)
+        one, alone = learned(row, None, pictured)
         assert len(together[0]) > 5
         differences = {
             f"{name} of step {number + 1}": abs(value - together[number][name]) / max(1.0, abs(value))
@@ -78,12 +98,18 @@ def apart(ranks: Ranks, rows: list[Row]) -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> Pictured:
+    model = save_vision_model(tmp_path_factory.mktemp("pictures"))
+    return Pictured(model, answered(model))
+
+
 @pytest.mark.parametrize(("mesh", "hosts"), JOBS, ids=[" of ".join(job) for job in JOBS])
-def test_two_ranks_learn_what_one_learns(mesh: str, hosts: str) -> None:
+def test_two_ranks_learn_what_one_learns(mesh: str, hosts: str, pictured: Pictured) -> None:
     rows = [row for row in ROWS if (row["mesh"], row["hosts"]) == (mesh, hosts)]
     assert rows
 
-    found = run_ranks(apart, rows, MESHES[mesh], ["one", "other"] if hosts == "two" else None)
+    found = run_ranks(apart, (rows, pictured), MESHES[mesh], ["one", "other"] if hosts == "two" else None)
 
     for number, row in enumerate(rows):
         worst, difference, moved = found[0][number]

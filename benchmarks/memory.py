@@ -208,7 +208,7 @@ def sample(setting: Setting, spec: ExperimentSpec, model: Path) -> None:
     import flotilla.services.rollout.engines.process.in_process  # noqa: F401
     from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
     from flotilla.services.rollout.engines.embedded.engine import TorchEngine
-    from flotilla.services.rollout.engines.opening import embedded_settings
+    from flotilla.services.rollout.engines.own import embedded_settings
     from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
     from flotilla.shared.config.sections.engine import TorchEngineConfig
 

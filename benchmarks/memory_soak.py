@@ -102,7 +102,8 @@ def soak(steps: int, seconds: float, directory: Path) -> dict[str, list[tuple[in
     def read() -> None:
         for line in output:
             told.append(line)
-            if (found := STEP.search(line)) is not None:
+            # Other figures stand beside the word, too, such as tokens of a step.
+            if (found := STEP.search(line)) is not None and int(found.group(1)) <= steps:
                 step[0] = int(found.group(1))
 
     reading = threading.Thread(target=read)

@@ -13,6 +13,8 @@ CHUNK_TOKENS: Final = 1024
 """Tokens whose logits are held at a time, and the bytes of logits that are kept for the backward pass all the same; as
 in ``services/trainer/algorithms/log_probs.py``."""
 KEPT_LOGITS: Final = 128 << 20
+HEAP_BYTES: Final = 32 << 20
+"""Glibc does not let its heap grow for blocks from that size on: it maps each apart, and gives it back once freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,17 @@ def kept_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
 def working_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
     """Count what the backward pass of one layer has beside what is kept: gradients of the gate's inputs and output."""
     return taken.positions * how.size * (3 * sizes.inner + 2 * sizes.hidden)
+
+
+def hole_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
+    """Count what is freed in a CPU's heap and fits nothing that follows.
+
+    glibc before 2.38 does not use the place of an aligned block, as all of torch's are, for another of the same size.
+    What a layer keeps, or leaves of gradients, lies between it and the next: of each a hole stays as large as what its
+    feed-forward part computes.
+    """
+    widest = taken.positions * sizes.inner * how.size
+    return sizes.layers * (3 if sizes.is_gated else 2) * widest if widest < HEAP_BYTES else 0
 
 
 def head_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:

@@ -21,6 +21,7 @@ from flotilla.shared.sizes.passes import (
     How,
     PassSizes,
     head_bytes,
+    hole_bytes,
     kept_bytes,
     layer_bytes,
     pending_bytes,
@@ -93,6 +94,9 @@ def trainer_footprint(
     least = 0 if offload.parameters else max(0, pass_.least - pass_.gradients)
     told = f"{largest.positions} tokens, {largest.sequences} samples of {largest.slots // largest.sequences}"
     parts.append(Part("largest pass", of_pass_ - moved, told, least=min(least, of_pass_ - moved)))
+    if device == "cpu":
+        holes = hole_bytes(sizes, largest, _how(spec, size, device))
+        parts.append(Part("holes in the heap", holes, f"{sizes.layers} layers, freed and not used again", least=0))
     parts.append(Part("offloaded activations", moved, told, is_on_host=True, least=0))
     if shards > 1:
         layer = max((math.prod(shape) for shape in sizes.shapes.values()), default=0)

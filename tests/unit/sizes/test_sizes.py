@@ -17,7 +17,7 @@ from flotilla.shared.sizes.engine import engine_footprint, longest_sample, used_
 from flotilla.shared.sizes.fitting import check_device, check_host, overflow, refusal
 from flotilla.shared.sizes.model import ModelSizes, read_sizes, sizes_of
 from flotilla.shared.sizes.parts import Footprint, Part, in_words
-from flotilla.shared.sizes.passes import How, PassSizes, head_bytes, kept_bytes, layer_bytes
+from flotilla.shared.sizes.passes import How, PassSizes, head_bytes, hole_bytes, kept_bytes, layer_bytes
 from flotilla.shared.sizes.starting import check_engine, check_trainer
 from flotilla.shared.sizes.trainer import trained_parameters, trainer_footprint, weight_size
 
@@ -162,6 +162,23 @@ def test_logits_of_a_large_vocabulary_are_held_a_chunk_at_a_time() -> None:
 
     assert head_bytes(large, PassSizes(9000, 9000, 9000, 9), how) == 4 * 1024 * 100_000
     assert head_bytes(sizes(), PassSizes(2000, 2000, 2000, 9), how) == 4 * 2000 * V, "small ones are kept"
+
+
+def test_layers_leave_holes_in_the_heap_unless_their_blocks_are_mapped_apart() -> None:
+    how = How(size=4, is_native=True, recomputes=False, trains_head=True)
+    bound = (32 << 20) // (4 * INNER)
+
+    assert hole_bytes(sizes(), PassSizes(100, 100, 80, 4), how) == LAYERS * 3 * 100 * INNER * 4
+    assert hole_bytes(sizes(), PassSizes(bound, bound, bound, 1), how) == 0
+
+
+def test_holes_are_the_hosts_and_are_needed_by_nothing() -> None:
+    alone = trainer_footprint(a_spec(), sizes())
+    there = trainer_footprint(a_spec(parallelism={"device": "cuda:0"}), sizes())
+
+    assert parts_of(alone)["holes in the heap"] == LAYERS * 3 * 208 * INNER * 4
+    assert "holes in the heap" not in parts_of(there)
+    assert all(each.needed == 0 for each in alone.parts if each.name == "holes in the heap")
 
 
 def test_a_trainer_has_weights_moments_gradients_and_images() -> None:

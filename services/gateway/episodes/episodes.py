@@ -243,12 +243,14 @@ class Episodes:
         if not key:
             return _Call(who.actor, end)
         name = hashlib.sha256(f"{who.actor} {experiment_id} {key}".encode()).hexdigest()
-        is_early = self._clock.monotonic() < self._recalls_until
-        call = _Call(who.actor, end, name, is_early or name in self._calls)
+        call = _Call(who.actor, end, name, self._is_early() or name in self._calls)
         self._calls.setdefault(name, None)
         if len(self._calls) > MOST_CALLS:
             self._calls.popitem(last=False)
         return call
+
+    def _is_early(self) -> bool:
+        return self._clock.monotonic() < self._recalls_until
 
     def _check_state(self, experiment: Experiment) -> None:
         if experiment.state in LATEST_STATES or experiment.state is ExperimentState.DRAFT:
@@ -263,7 +265,9 @@ class Episodes:
         seconds = max(least, min(most, call.end - self._clock.monotonic()))
         wanted = BeginEpisode(key=call.name, only_known=True)
         services = [each for each in self.rollouts.at_work(experiment.id) if each.id == holder]
-        services = services or self._heard(experiment, call)
+        if not services or self._is_early():
+            # What an earlier gateway was told another may know, whoever was asked last.
+            services += [each for each in self._heard(experiment, call) if each.id != holder]
         asking = [asyncio.ensure_future(self._asked(each, experiment, wanted, call, seconds)) for each in services]
         try:
             for answer in asyncio.as_completed(asking):
@@ -300,6 +304,11 @@ class Episodes:
         path = f"/v1/experiments/{experiment.id}/episodes"
         try:
             opened = await self.rollouts.call(service, path, wanted.model_dump(), wanted.wait_seconds, seconds)
+        except asyncio.CancelledError:
+            # Whoever hangs up may repeat the call, and the rollout may not have seen that nobody waits.
+            if not wanted.only_known:
+                self._note_holder(experiment, call, service)
+            raise
         except FlotillaError as error:
             if isinstance(error, DeadlineExceeded):
                 call.silent.add(service.id)

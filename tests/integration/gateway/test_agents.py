@@ -503,6 +503,45 @@ async def test_a_call_begins_no_second_episode_where_the_first_rollout_begins_on
         assert fleet.counts()["episodes_opened"] == 1
 
 
+@pytest.mark.parametrize("is_another_gateway", [False, True])
+async def test_a_call_that_is_repeated_by_who_hung_up_on_a_silent_rollout_begins_no_second_episode(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, *, is_another_gateway: bool
+) -> None:
+    async with agent_fleet(a_spec(group_size=2), writes, num_rollouts=2, max_groups=4) as fleet:
+        await fleet.issue(8)
+        episodes, begun = fleet.gateway.episodes, dict[str, Any]()
+        call = episodes.rollouts.call
+
+        async def silent(service: Any, path: str, body: Any, *given: Any) -> Any:
+            if not begun and not body["only_known"]:
+                begun[service.id] = await call(service, path, body, *given)
+            elif service.id not in begun and (body["only_known"] or not is_another_gateway):
+                return await call(service, path, body, *given)
+            if not body["only_known"]:
+                await asyncio.Event().wait()
+            raise DeadlineExceeded(f"{service.id} does not answer")
+
+        if is_another_gateway:
+            # The one before was told, and this one hears nothing of it before another rollout is asked.
+            opened = (await call_with(fleet, http, "k", 5)).json()
+            begun[EpisodeName.parse(opened["episode_id"]).service_id] = opened
+            episodes._calls.clear()
+        else:
+            episodes._recalls_until = 0.0
+        monkeypatch.setattr(episodes.rollouts, "call", silent)
+        with pytest.raises(httpx.ReadTimeout):
+            await call_with(fleet, http, "k", 20, timeout=0.5)
+        if not is_another_gateway:
+            none = await call_with(fleet, http, "k", 0)
+            assert (none.status_code, none.json()["code"]) == (503, "no_task")
+        monkeypatch.setattr(episodes.rollouts, "call", call)
+        again = await call_with(fleet, http, "k", 5)
+
+        [opened] = begun.values()
+        assert again.json()["episode_id"] == opened["episode_id"]
+        assert fleet.counts()["episodes_opened"] == 1
+
+
 async def test_a_rollout_begins_no_episode_for_a_caller_that_has_gone(
     fleet: AgentFleet, http: httpx.AsyncClient
 ) -> None:

@@ -245,6 +245,7 @@ class Episodes:
         name = hashlib.sha256(f"{who.actor} {experiment_id} {key}".encode()).hexdigest()
         call = _Call(who.actor, end, name, self._is_early() or name in self._calls)
         self._calls.setdefault(name, None)
+        self._calls.move_to_end(name)
         if len(self._calls) > MOST_CALLS:
             self._calls.popitem(last=False)
         return call

@@ -83,15 +83,19 @@ class ModelSizes:
 
     def adapters(self, lora: LoraConfig) -> int:
         """Count the parameters of all A [r, in] and B [out, r]."""
+        return sum(lora.rank * sum(shape) for shape in self.adapted(lora).values())
+
+    def adapted(self, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
+        """List the linear layers that have an adapter, with the shapes of their weights."""
 
         def is_named(name: str, parts: tuple[str, ...]) -> bool:
             return any(name == part or name.endswith(f".{part}") for part in parts)
 
-        return sum(
-            lora.rank * sum(shape)
+        return {
+            name: shape
             for name, shape in self.linear().items()
             if (lora.targets == "all-linear" or is_named(name, lora.targets)) and not is_named(name, lora.exclude)
-        )
+        }
 
 
 def read_sizes(directory: Path) -> ModelSizes:

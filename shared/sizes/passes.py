@@ -7,6 +7,7 @@ and the gate its two inputs; torch's operators keep what is between them, too, a
 from dataclasses import dataclass
 from typing import Final
 
+from flotilla.shared.config.sections.model import LoraConfig
 from flotilla.shared.sizes.model import ModelSizes
 
 CHUNK_TOKENS: Final = 1024
@@ -87,15 +88,19 @@ def working_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
     return taken.positions * how.size * (3 * sizes.inner + 2 * sizes.hidden)
 
 
-def hole_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
+def hole_bytes(sizes: ModelSizes, taken: PassSizes, how: How, lora: LoraConfig | None = None) -> int:
     """Count what is freed in a CPU's heap and fits nothing that follows.
 
     glibc before 2.38 does not use the place of an aligned block, as all of torch's are, for another of the same size.
     What a layer keeps, or leaves of gradients, lies between it and the next: of each a hole stays as large as what its
-    feed-forward part computes.
+    feed-forward part computes. An adapted layer frees its own output, the adapter's, and that times the scale.
     """
     widest = taken.positions * sizes.inner * how.size
-    return sizes.layers * (3 if sizes.is_gated else 2) * widest if widest < HEAP_BYTES else 0
+    if widest >= HEAP_BYTES:
+        return 0
+    if lora is not None:
+        return 3 * taken.positions * how.size * sum(shape[0] for shape in sizes.adapted(lora).values())
+    return sizes.layers * (3 if sizes.is_gated else 2) * widest
 
 
 def head_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:

@@ -95,7 +95,7 @@ def trainer_footprint(
     told = f"{largest.positions} tokens, {largest.sequences} samples of {largest.slots // largest.sequences}"
     parts.append(Part("largest pass", of_pass_ - moved, told, least=min(least, of_pass_ - moved)))
     if device == "cpu":
-        holes = hole_bytes(sizes, largest, _how(spec, size, device))
+        holes = hole_bytes(sizes, largest, _how(spec, size, device), spec.model.lora)
         parts.append(Part("holes in the heap", holes, f"{sizes.layers} layers, freed and not used again", least=0))
     parts.append(Part("offloaded activations", moved, told, is_on_host=True, least=0))
     if shards > 1:

@@ -170,6 +170,8 @@ def test_layers_leave_holes_in_the_heap_unless_their_blocks_are_mapped_apart() -
 
     assert hole_bytes(sizes(), PassSizes(100, 100, 80, 4), how) == LAYERS * 3 * 100 * INNER * 4
     assert hole_bytes(sizes(), PassSizes(bound, bound, bound, 1), how) == 0
+    adapted = hole_bytes(sizes(), PassSizes(100, 100, 80, 4), how, LoraConfig(rank=2, targets=("q_proj", "up_proj")))
+    assert adapted == LAYERS * 3 * 100 * (Q + INNER) * 4
 
 
 def test_holes_are_the_hosts_and_are_needed_by_nothing() -> None:

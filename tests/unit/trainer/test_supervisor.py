@@ -141,6 +141,7 @@ async def test_steps_and_versions_are_told_together_and_the_first_at_once(monkey
     told: list[tuple[int | None, int | None]] = []
     async with a_rig(monkeypatch) as rig:
         await rig.desire(WorkState.RUNNING, an_assignment())
+        await rig.until(lambda: bool(rig.workers))
         rig.workers[0].say(a_status())
         await asyncio.sleep(0)
 

@@ -379,7 +379,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="scale-") as directory:
             starts[number] = round(asyncio.run(start_after(number, Path(directory) / "data")), 2)
     names = ("change_p99_seconds", "push_p99_seconds", "publication_cpu_seconds", "cpu_percent", "memory_megabytes")
-    growth = {name: round(results[-1][name] / results[0][name], 2) for name in names}
+    # What was too little to measure has no growth.
+    growth = {name: round(results[-1][name] / results[0][name], 2) if results[0][name] else None for name in names}
     print(f"start after {num_published} publications: {starts[num_published]} s, after one: {starts[1]} s")
     for each in results:
         per_bar = each["publication_cpu_seconds"] * BAR_SERVICES / max(BAR_SERVICES, each["services"])

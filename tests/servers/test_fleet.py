@@ -231,6 +231,34 @@ def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_le
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
 
 
+@pytest.mark.vllm
+def test_it_learns_on_adapters_that_a_server_adds_itself_and_the_next_server_begins_with_the_current_ones(
+    tmp_path: Path,
+) -> None:
+    spec = a_spec("vllm", "interrupt", steps=10, rollouts=1)
+    spec["model"]["lora"] = {"rank": 16, "alpha": 32}
+    spec["asynchrony"]["publication"] = {"lora": "adapters"}
+    spec["optimisation"]["learning_rate"] = 1e-3
+    hold = hold_back(spec, tmp_path)
+    run = Run(spec, tmp_path, tmp_path / "runs")
+    try:
+        soon(run, lambda: servers_of(run), "a server")
+        # An evaluation that is under way holds the version that it began with.
+        soon(run, lambda: serve_alike(run), "a version of adapters to serve")
+        [victim] = servers_of(run)
+        os.kill(victim, signal.SIGKILL)
+        soon(run, lambda: set(servers_of(run)) - {victim}, "another server")
+        soon(run, lambda: serve_alike(run), "the rollout to have caught up")
+        [observed] = [each["observed"] for each in rollouts_of(run)]
+        assert observed["served"]["version"] == observed["policy_version"] and observed["served"]["digest"], observed
+        hold.unlink()
+        summary = finish(run)
+    finally:
+        end(run)
+
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+
+
 @pytest.mark.sglang
 def test_it_learns_from_weights_that_the_trainer_sends_to_servers_of_which_one_is_killed(tmp_path: Path) -> None:
     spec = a_spec("sglang", "interrupt", steps=16, rollouts=2)

@@ -53,10 +53,11 @@ def open_subscribed(
     status: FeederStatus,
     *,
     source: Callable[[], Experiment | None],
+    has_caught_up: Callable[[], bool],
     on_end: Callable[[Experiment], Awaitable[None]],
 ) -> Feeder:
     """Make the feeder of an experiment that trains the groups of another; see ``SubscribedFeeder``."""
-    return SubscribedFeeder(experiment, store, clock, status, source=source, on_end=on_end)
+    return SubscribedFeeder(experiment, store, clock, status, source=source, has_caught_up=has_caught_up, on_end=on_end)
 
 
 async def unsubscribe(experiment: Experiment, repository: ExperimentRepository) -> None:

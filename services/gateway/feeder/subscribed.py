@@ -33,6 +33,7 @@ class SubscribedFeeder(Feeder):
 
     Args:
         source: finds the experiment whose groups are taken; None where there is none that can be used.
+        has_caught_up: whether the trainer at work has trained as far as was said of this experiment.
         on_end: called, with the source, once that has ended and what it gave does not fill a step.
     """
 
@@ -44,10 +45,12 @@ class SubscribedFeeder(Feeder):
         status: FeederStatus,
         *,
         source: Callable[[], Experiment | None],
+        has_caught_up: Callable[[], bool],
         on_end: Callable[[Experiment], Awaitable[None]],
     ) -> None:
         super().__init__(experiment, None, store, clock, status)
         self._find_source = source
+        self._has_caught_up = has_caught_up
         self._on_end = on_end
         self._subscribed_at: float | None = None
 
@@ -65,8 +68,17 @@ class SubscribedFeeder(Feeder):
             self._subscribed_at = now
         return await super().feed()
 
-    async def _has_planned(self) -> bool:
-        """Whether a step has a plan, and was not trained as far as the trainer has said."""
+    async def _has_planned(self, num_planned: int) -> bool:
+        """Whether a step has a plan, and was not trained, or not again, as far as the trainer has said.
+
+        Args:
+            num_planned: groups that were planned and are in no durable checkpoint: one who comes after a trainer that
+                died trains those first.
+        """
+        if not num_planned:
+            return False
+        if not self._has_caught_up():
+            return True
         queue = self._experiment.train.trainer(READER)
         return await queue.load_plan(self._experiment.record.step + 1) is not None
 
@@ -94,7 +106,7 @@ class SubscribedFeeder(Feeder):
         read = await sharing.read(after, min(room, BATCH))
         if read.reached <= after:
             # An end stops the trainer before its next step: one that is planned is trained first.
-            if is_over and ledger.outstanding < groups_per_step and not await self._has_planned():
+            if is_over and ledger.outstanding < groups_per_step and not await self._has_planned(ledger.planned):
                 await self._on_end(source)
             return BLOCKED_SECONDS
         taken = await self._admission.take(read, limit=max(spec.admission_budget, ledger.outstanding + room))

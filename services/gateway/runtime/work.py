@@ -87,6 +87,7 @@ class ExperimentWork:
                 parts.clock,
                 feeder_status,
                 source=functools.partial(self._source_of, experiment),
+                has_caught_up=functools.partial(self._has_caught_up, experiment),
                 on_end=functools.partial(self._stop_without, experiment),
             )
             lanes.append(feeder.run())
@@ -111,6 +112,13 @@ class ExperimentWork:
         async with self._parts.repository.transaction() as change:
             self._parts.events.stage(change, experiment.id, "source_ended", source=source.id, state=state, step=step)
             self._parts.commands.stage_stop(change, experiment)
+
+    def _has_caught_up(self, experiment: Experiment) -> bool:
+        """Whether a trainer is there that says to have done as many steps as were ever told."""
+        trainer = self._parts.registry.trainer_of(experiment.id)
+        if trainer is None or trainer.is_cut_off or trainer.observed.experiment_id != experiment.id:
+            return False
+        return trainer.observed.step is not None and trainer.observed.step >= experiment.record.step
 
     def _source_of(self, experiment: Experiment) -> Experiment | None:
         """Find the experiment whose groups this one trains; None: none can be used."""

@@ -13,6 +13,8 @@ from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstand
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.records.repository import Experiment, check_not_subscribed
+from flotilla.services.gateway.registry.services import LiveService
+from flotilla.services.gateway.runtime.work import ExperimentWork
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.writes import PutRecord
@@ -20,10 +22,11 @@ from flotilla.shared.clock import ManualClock
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import ActionNotAllowed, DataError, InvalidSpec
 from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.testing.builders import a_group, a_task, graded
-from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, spec_document
+from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, add_service, say, spec_document
 
 
 def subscribing(**changes: Any) -> dict[str, Any]:
@@ -38,7 +41,7 @@ class Rig:
         self.planes = planes
         self.gateway, self.source, self.taker, self.ended = gateway, source, taker, list[str]()
         self.clock = ManualClock()
-        self.num_scored = 0
+        self.num_scored = self.num_trainers = 0
 
         async def end(experiment: Experiment) -> None:
             self.ended.append(experiment.id)
@@ -49,6 +52,7 @@ class Rig:
             self.clock,
             FeederStatus(),
             source=lambda: gateway.repository.find("tiny-1"),
+            has_caught_up=lambda: ExperimentWork(gateway)._has_caught_up(taker),
             on_end=end,
         )
 
@@ -66,6 +70,14 @@ class Rig:
     async def end_source(self) -> None:
         """Let the source have come to rest."""
         self.source.record = replace(self.source.record, state=ExperimentState.COMPLETED, final_ledger={"train": {}})
+
+    async def trains(self, step: int | None) -> LiveService:
+        """Let another trainer work for the subscriber, and say how many steps it has done."""
+        self.num_trainers += 1
+        service_id = await add_service(self.gateway, ServiceKind.TRAINER, f"trainer {self.num_trainers}", "taker-1")
+        observed = ObservedState(experiment_id="taker-1", state=WorkState.RUNNING, step=step)
+        await say(self.gateway, service_id, observed)
+        return self.gateway.registry.get(service_id)
 
     async def counts(self) -> tuple[int, int]:
         """Count what the subscriber was issued, and has outstanding."""
@@ -164,7 +176,40 @@ async def test_it_ends_once_its_source_has_and_no_step_can_be_filled() -> None:
     await rig.feeder.feed()
     assert rig.ended == []  # it is planned, and not yet trained: a stop would come before it
 
-    rig.taker.record = replace(rig.taker.record, step=1)
+    await rig.trains(step=1)
+    await rig.feeder.feed()
+
+    assert rig.ended == ["tiny-1"]
+
+
+@pytest.mark.parametrize("died", ["given up", "cut off"])
+async def test_it_does_not_end_before_the_steps_of_a_trainer_that_died_are_trained_again(died: str) -> None:
+    rig = await a_rig()
+    await rig.feeder.feed()
+    await rig.score(2)
+    await rig.feeder.feed()
+    await rig.end_source()
+    trainer = rig.taker.train.trainer("trainer")
+    await trainer.take_over()
+    assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=0)
+    service = await rig.trains(step=1)
+    if died == "given up":
+        await rig.gateway.registry.assign(service, None)
+    else:
+        rig.gateway.registry.shorten(service)
+
+    await rig.feeder.feed()
+    assert rig.ended == []  # its checkpoint is older: there is nobody who has trained the step
+    await rig.gateway.registry.assign(service, None)
+    other = await rig.trains(step=None)
+    await rig.feeder.feed()
+    assert rig.ended == []
+    await rig.gateway.registry.assign(other, None)
+    again = await rig.trains(step=0)
+    await rig.feeder.feed()
+    assert rig.ended == []
+    observed = ObservedState(experiment_id="taker-1", state=WorkState.RUNNING, step=1)
+    await say(rig.gateway, again.id, observed)
     await rig.feeder.feed()
 
     assert rig.ended == ["tiny-1"]

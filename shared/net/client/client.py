@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.5
 """Time for the second of the kernel's attempts: one that began in a cut network is made anew soon after the mend."""
-NONE_KEPT = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=16)
 HUNG_SECONDS = 5.0
 """How much longer than it may wait one of several gateways may send nothing of an answer before the next is asked."""
 
@@ -95,10 +96,10 @@ class GatewayClient:
         self.token = token
         self._pass: str | None = None
         self._clock = clock or SystemClock()
-        kept = httpx.Limits(max_connections=64, max_keepalive_connections=16)
-        self._https = [bearer_client(each, token, limits=kept, transport=transport) for each in self._urls]
-        self._new_each_time = [bearer_client(each, token, limits=NONE_KEPT, transport=transport) for each in self._urls]
-        self._doubted: set[int] = set()
+        self._transport = transport
+        self._https = [self._connect(each) for each in self._urls]
+        self._lent: Counter[httpx.AsyncClient] = Counter()
+        """How many calls are under way on each."""
 
     @property
     def base_url(self) -> str:
@@ -110,17 +111,32 @@ class GatewayClient:
         if asked == self._at:
             self._at = self._urls.index(leader) if leader in self._urls else (asked + 1) % len(self._urls)
 
-    def _http(self, asked: int) -> httpx.AsyncClient:
-        """Choose the connections to one gateway: none that was kept since before one of them failed.
+    def _connect(self, url: str) -> httpx.AsyncClient:
+        return bearer_client(url, self._pass or self.token, limits=LIMITS, transport=self._transport)
+
+    @asynccontextmanager
+    async def _http(self, asked: int) -> AsyncGenerator[httpx.AsyncClient, None]:
+        """Lend the connections to one gateway: none that was kept since before one of them failed.
 
         Where a network carries one way only, what is sent on a kept connection arrives, and its answer does not: the
-        gateway would hear a service that hears nothing. A new connection is made only where both ways are open.
+        gateway would hear a service that hears nothing. A new connection is made only where both ways are open. Calls
+        that are under way on the former ones are left to end.
         """
-        return (self._new_each_time if asked in self._doubted else self._https)[asked]
-
-    def _failed(self, asked: int) -> None:
-        self._doubted.add(asked)
-        self._turn_from(asked)
+        http = self._https[asked]
+        self._lent[http] += 1
+        try:
+            yield http
+        except (httpx.TransportError, TimeoutError):
+            if self._https[asked] is http and not http.is_closed:
+                self._https[asked] = self._connect(self._urls[asked])
+            self._turn_from(asked)
+            raise
+        finally:
+            self._lent[http] -= 1
+            if not self._lent[http]:
+                del self._lent[http]
+                if self._https[asked] is not http:
+                    await http.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,14 +148,14 @@ class GatewayClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        for each in (*self._https, *self._new_each_time):
+        for each in {*self._https, *self._lent}:
             await each.aclose()
 
     def adopt(self, token: str) -> None:
         """Show a pass from now on; that one has expired is then waited for, since another will come."""
         if token != self._pass:
             self._pass = token
-            for each in (*self._https, *self._new_each_time):
+            for each in self._https:
                 each.headers["Authorization"] = f"Bearer {token}"
 
     async def call(
@@ -241,17 +257,17 @@ class GatewayClient:
         timeout = httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS)
         asked, url = self._at, self.base_url
         try:
-            async with self._http(asked).stream("GET", path, headers=dict(headers), timeout=timeout) as response:
-                self._doubted.discard(asked)
+            async with (
+                self._http(asked) as http,
+                http.stream("GET", path, headers=dict(headers), timeout=timeout) as response,
+            ):
                 if not response.is_success:
                     body = await response.aread()
                     raise self._refusal(asked, response, body, f"GET {url}{path}")
                 yield response
         except httpx.TimeoutException as error:
-            self._failed(asked)
             raise DeadlineExceeded(f"GET {url}{path} sent nothing for {silence_seconds:.0f} s") from error
         except httpx.TransportError as error:
-            self._failed(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__
             raise Unavailable(f"cannot read from {url}: {why}") from error
 
@@ -276,19 +292,16 @@ class GatewayClient:
         asked, url = self._at, self.base_url
         try:
             # httpx limits each read and write; an answer that drips in would never end.
-            async with asyncio.timeout(budget):
-                response = await self._http(asked).request(
+            async with self._http(asked) as http, asyncio.timeout(budget):
+                response = await http.request(
                     method, path, content=content, headers=dict(headers), params=dict(query), timeout=timeout
                 )
         except (httpx.TimeoutException, TimeoutError) as error:
-            self._failed(asked)
             seconds = budget if isinstance(error, TimeoutError) else silence
             raise DeadlineExceeded(f"{method} {url}{path} did not answer in {seconds:.1f} s") from error
         except httpx.TransportError as error:
-            self._failed(asked)
             why = why_not_believed(error) or str(error) or type(error).__name__
             raise Unavailable(f"cannot reach {url}: {why}") from error
-        self._doubted.discard(asked)
         renewed = response.headers.get(RENEWED_TOKEN)
         if renewed is not None:
             self.adopt(renewed)

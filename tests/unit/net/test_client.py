@@ -237,4 +237,36 @@ async def test_after_a_call_without_an_answer_no_connection_of_before_is_used() 
 
     assert lost[0] in {0, 1, 2}, "nothing was wrong with it before"
     assert set(lost[1:] + again).isdisjoint({0, 1, 2}), server.asked_on
-    assert server.asked_on[-1] in {0, 1, 2} - {lost[0]}, "what was answered is trusted again"
+    assert [server.asked_on[-1]] == again, "what was answered is kept, and nothing of before"
+
+
+async def test_a_call_that_fails_ends_none_that_is_under_way_and_all_connections_are_closed() -> None:
+    asked = list[str]()
+    is_failed = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.headers["Authorization"])
+        if request.url.path == "/fails":
+            raise httpx.ReadError("broken off", request=request)
+        if request.url.path == "/waits":
+            await is_failed.wait()
+        return httpx.Response(200, json=request.url.path)
+
+    client = a_client(httpx.MockTransport(answer))
+    async with client:
+        client.adopt("a-pass")
+        before = client._https[0]
+        waiting = asyncio.create_task(client.call("GET", "/waits"))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await client.call("GET", "/fails", deadline_seconds=0.01)
+        assert not before.is_closed
+        is_failed.set()
+
+        assert await waiting == "/waits"
+        assert before.is_closed
+        assert await client.call("GET", "/after") == "/after"
+        after = client._https[0]
+
+    assert after.is_closed and not client._lent
+    assert set(asked) == {"Bearer a-pass"}

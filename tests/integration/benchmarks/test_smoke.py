@@ -69,7 +69,7 @@ def test_scale(run: Callable[..., Any]) -> None:
     assert (result["services"], result["lost_leases"]) == (10, 0)
     assert result["tasks_outstanding"] >= 100
     assert 0 < result["change_p50_seconds"] <= result["change_p99_seconds"] < scale.PATIENCE_SECONDS
-    assert found["growth"] == dict.fromkeys(found["growth"], 1.0)
+    assert set(found["growth"].values()) <= {1.0, None}
     assert result["publication_cpu_seconds"] > 0 and 0 < result["publication_seconds"] < scale.PATIENCE_SECONDS
     assert len(found["start_seconds"]) == 2 and min(found["start_seconds"].values()) > 0
 

@@ -55,7 +55,13 @@ class Pair:
 
         status = FeederStatus()
         feeder = open_subscribed(
-            self.taker, MemoryStore(), SystemClock(), status, source=lambda: self.source, on_end=never
+            self.taker,
+            MemoryStore(),
+            SystemClock(),
+            status,
+            source=lambda: self.source,
+            has_caught_up=lambda: True,
+            on_end=never,
         )
         await feeder.run()
 

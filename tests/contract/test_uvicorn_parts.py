@@ -35,6 +35,7 @@ METHODS = {
     "on_header": ["name", "value"],
     "on_headers_complete": [],
     "on_message_complete": [],
+    "on_response_complete": [],
     "send_400_response": ["msg"],
     "pause_writing": [],
     "resume_writing": [],

@@ -427,6 +427,7 @@ ELSEWHERE: Final = {
     ("docs/jobs.md", "flotilla run experiment.yaml --set rollout.engine"): "tests/unit/engine/test_recorded.py",
     ("docs/sizes.md", "flotilla spec check experiment.yaml"): "tests/unit/cli/test_sizing.py",
     ("docs/sizes.md", "python -m benchmarks.memory"): "benchmarks of minutes to hours",
+    ("docs/soak.md", "python -m benchmarks.memory_soak"): "benchmarks of minutes to hours",
     ("docs/jobs.md", "flotilla run examples/finished_answers/"):
         "tests/integration/trainer/test_finished_answers.py trains each kind of job",
     ("examples/finished_answers/README.md", "flotilla run examples/finished_answers/"):

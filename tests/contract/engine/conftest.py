@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.rollout.engines.base import Engine, EngineLoad
+from flotilla.services.rollout.engines.base import Engine, EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.process.engine import ProcessEngine
 from flotilla.services.rollout.engines.process.in_process import InProcessEngine
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
@@ -137,6 +137,17 @@ async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) ->
     """Wait until so many samples run and that many tokens were sampled since this call."""
     before = (await engine.load()).generated_tokens
     await _until(engine, lambda load: load.running == running and load.generated_tokens - before >= new_tokens)
+
+
+async def begin_running(engine: Engine, request: GenerationRequest, *, running: int) -> asyncio.Task[Any]:
+    """Begin a request whose samples run; one that was over before the engine said that they do is begun again."""
+    for _ in range(20):
+        task = asyncio.create_task(engine.generate(request))
+        await _until(engine, lambda load, task=task: load.running == running or task.done())
+        if not task.done():
+            return task
+        await task
+    pytest.fail(f"the engine never said that {running} samples run")
 
 
 async def until_in_flight(engine: Engine) -> None:

@@ -21,7 +21,16 @@ from flotilla.shared.errors import (
 )
 from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.trajectory import FinishReason
-from tests.contract.engine.conftest import CONTEXT, LONG, SLOTS, needs, until_in_flight, until_running, until_sampling
+from tests.contract.engine.conftest import (
+    CONTEXT,
+    LONG,
+    SLOTS,
+    begin_running,
+    needs,
+    until_in_flight,
+    until_running,
+    until_sampling,
+)
 from tests.contract.engine.requests import a_request
 
 
@@ -126,8 +135,7 @@ async def test_an_abort_returns_what_there_is(engine: Engine) -> None:
 
 
 async def test_cancelling_generate_ends_the_request(engine: Engine) -> None:
-    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
-    await until_running(engine, running=2)
+    running = await begin_running(engine, a_request(seeds=(1, 2), max_new_tokens=LONG), running=2)
 
     running.cancel()
 

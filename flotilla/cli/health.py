@@ -19,9 +19,10 @@ def names_of(findings: Sequence[HealthFinding]) -> str:
 
 
 def finding_lines(finding: HealthFinding) -> list[str]:
-    """Write a finding with its advice and its samples, one line each."""
+    """Write a finding with its advice, its command and its samples, one line each."""
     lines = [f"{finding.check} ({finding.component}, since step {finding.since_step}): {finding.seen}"]
     lines.append(f"  advice   {finding.advice}")
+    lines += [f"  command  {finding.command}"] if finding.command else []
     for sample in finding.samples:
         lines += [f"  {name:<10} {text}" for name, text in _sample(sample)]
     return lines

@@ -23,6 +23,7 @@ function Health({ finding }: { finding: Finding }) {
         <strong>{finding.check}</strong> {finding.seen} <span class="quiet small">{finding.component}, since step {finding.since_step}</span>
       </summary>
       <p>{finding.advice}</p>
+      {finding.command && <pre>{finding.command}</pre>}
       {samples.length > 0 && <p class="quiet small">{plural(samples.length, "sample")}:</p>}
       {samples.map((sample, at) => (
         <pre key={at}>

@@ -863,6 +863,13 @@ export interface components {
             graders?: {
                 [key: string]: components["schemas"]["GraderReport"];
             };
+            /**
+             * Sources
+             * @description By the data source of the rows, where rows name one.
+             */
+            sources?: {
+                [key: string]: components["schemas"]["SourceReport"];
+            };
         };
         /**
          * HandedOutEpisode
@@ -927,6 +934,11 @@ export interface components {
             seen: string;
             /** Advice */
             advice: string;
+            /**
+             * Command
+             * @description What makes the change that would help, where a command does.
+             */
+            command?: string | null;
             /** Figures */
             figures?: {
                 [key: string]: number;
@@ -2051,6 +2063,25 @@ export interface components {
              */
             notice_ends_in_seconds?: number | null;
             observed: components["schemas"]["ObservedState"];
+        };
+        /**
+         * SourceReport
+         * @description Groups of one data source that were graded since the session began. Counts only grow.
+         */
+        SourceReport: {
+            /**
+             * Groups
+             * @default 0
+             */
+            groups: number;
+            /**
+             * Signalless Groups
+             * @description Flat, or filtered because they teach nothing.
+             * @default 0
+             */
+            signalless_groups: number;
+            /** @description Of the newest of these. */
+            sample?: components["schemas"]["SampleExcerpt"] | null;
         };
         /**
          * StepView

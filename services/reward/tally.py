@@ -13,10 +13,12 @@ from flotilla.shared.schemas.health import (
     LONGEST_WORDS,
     MOST_AUDITED,
     MOST_OUTCOMES,
+    MOST_SOURCES,
     GraderReport,
     GradingReport,
     RowOutcome,
     SampleExcerpt,
+    SourceReport,
 )
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 
@@ -49,6 +51,7 @@ class GradingTally:
     _newest: tuple[SampleExcerpt, ...] = ()
     _audited: tuple[SampleExcerpt, ...] = ()
     _alike: tuple[SampleExcerpt, ...] = ()
+    _sources: dict[str, SourceReport] = field(default_factory=dict)
 
     @property
     def num_groups(self) -> int:
@@ -79,6 +82,7 @@ class GradingTally:
             if trajectory.reward is None:
                 self.last_ungraded = excerpt(group, trajectory)
         self._keep(group)
+        self._add_source(group, teaches_nothing=is_flat or is_filtered)
         if self.keeps_outcomes and rewards:
             self._num_outcomes += 1
             mean = fsum(rewards) / len(rewards)
@@ -115,6 +119,17 @@ class GradingTally:
             self.highest_reward = reward if self.highest_reward is None else max(reward, self.highest_reward)
             self.lowest_reward = reward if self.lowest_reward is None else min(reward, self.lowest_reward)
 
+    def _add_source(self, group: Group, *, teaches_nothing: bool) -> None:
+        name = group.task.data_source
+        if name is None or (name not in self._sources and len(self._sources) >= MOST_SOURCES):
+            return
+        known = self._sources.get(name, SourceReport())
+        self._sources[name] = SourceReport(
+            groups=known.groups + 1,
+            signalless_groups=known.signalless_groups + teaches_nothing,
+            sample=excerpt(group, group.trajectories[0]) if teaches_nothing else known.sample,
+        )
+
     def _count(self, name: str, happened: bool = True) -> None:
         self.counts[name] = self.counts.get(name, 0) + happened
 
@@ -143,6 +158,7 @@ class GradingTally:
             audited_samples=self._audited,
             alike_samples=self._alike,
             graders=graders or {},
+            sources=dict(self._sources),
             outcomes=tuple(self._outcomes),
             **self.counts,
         )

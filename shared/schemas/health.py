@@ -60,6 +60,20 @@ class RowOutcome(TolerantWire):
 MOST_OUTCOMES = 256
 
 
+class SourceReport(TolerantWire):
+    """Groups of one data source that were graded since the session began. Counts only grow."""
+
+    groups: int = Field(0, ge=0)
+    signalless_groups: int = Field(0, ge=0)
+    """Flat, or filtered because they teach nothing."""
+    sample: SampleExcerpt | None = None
+    """Of the newest of these."""
+
+
+MOST_SOURCES = 64
+"""Data sources that are reported of one reward service."""
+
+
 class GradingReport(TolerantWire):
     """What one reward service has graded in training since its session began. Counts only grow."""
 
@@ -117,6 +131,8 @@ class GradingReport(TolerantWire):
     """The newest whose grades disagree."""
     graders: Mapping[str, GraderReport] = Field(default_factory=dict, max_length=MOST_GRADERS)
     """By the component's name."""
+    sources: Mapping[str, SourceReport] = Field(default_factory=dict, max_length=MOST_SOURCES)
+    """By the data source of the rows, where rows name one."""
 
 
 class SamplingReport(TolerantWire):
@@ -148,5 +164,7 @@ class HealthFinding(TolerantWire):
     seen: str
     """What was seen, with figures."""
     advice: str
+    command: str | None = None
+    """What makes the change that would help, where a command does."""
     figures: Mapping[str, float] = Field(default_factory=dict)
     samples: tuple[SampleExcerpt, ...] = ()

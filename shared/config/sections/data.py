@@ -105,6 +105,11 @@ class SourceConfig(RowsConfig):
     """Share of the tasks that come from here, relative to the other weights: 0 is none, which can change while it
     runs; null everywhere: all rows count alike."""
 
+    @property
+    def known_data_sources(self) -> tuple[str, ...]:
+        """The data sources that all its rows are known to have; nothing where rows tell."""
+        return (self.data_source,) if self.data_source is not None else self.only_data_sources or ()
+
 
 class ErrorOverlongConfig(Config):
     """A prompt that is too long fails its task, which is counted as `prompt_too_long` and replaced by another."""

@@ -22,6 +22,7 @@ class CheckName(StrEnum):
     CONSTANT_REWARD = "constant_reward"
     NOTHING_LEFT = "nothing_left"
     NO_SIGNAL = "no_signal"
+    DEAD_SOURCE = "dead_source"
     ALWAYS_TRUNCATED = "always_truncated"
     EMPTY_COMPLETIONS = "empty_completions"
     TEMPLATE_MISMATCH = "template_mismatch"
@@ -50,7 +51,7 @@ class HealthConfig(Config):
     min_groups: int = Field(48, ge=1)
     """Groups at least, for checks of rewards and completions: few of them may be alike by chance."""
     signalless_share: float = Field(0.98, gt=0, le=1)
-    """Groups that taught nothing, where ``no_signal`` sees a dead signal."""
+    """Groups that taught nothing, where ``no_signal`` sees a dead signal, and ``dead_source`` a dead data source."""
     failed_share: float = Field(0.9, gt=0, le=1)
     """Samples whose grading failed, where ``grader_failing`` and ``wrong_labels`` see one that cannot work."""
     ungraded_share: float = Field(0.05, gt=0, le=1)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from flotilla.services.reward.grading import with_grades
 from flotilla.services.reward.tally import GradingTally
 from flotilla.shared.schemas.grading import Grade
@@ -106,3 +108,16 @@ def test_how_each_row_was_answered_is_told_where_somebody_wants_to_know() -> Non
     for number in range(MOST_OUTCOMES):
         tally.add(a_group(number, rewards=[0.0]), is_filtered=False)
     assert len(tally.report().outcomes) == MOST_OUTCOMES and tally.report().outcomes[-1].number == MOST_OUTCOMES + 2
+
+
+def test_groups_are_counted_by_data_source_too() -> None:
+    tally = GradingTally()
+    for number, rewards in enumerate(([1.0, 0.0], [1.0, 1.0], [0.0, 0.0])):
+        group = a_group(number, rewards=rewards)
+        tally.add(replace(group, task=replace(group.task, data_source="easy")), is_filtered=False)
+    tally.add(a_group(3, rewards=[0.0, 0.0]), is_filtered=False)
+
+    ((name, report),) = tally.report().sources.items()
+
+    assert (name, report.groups, report.signalless_groups) == ("easy", 3, 2)
+    assert report.sample is not None and report.sample.reward == 0.0

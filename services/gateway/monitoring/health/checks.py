@@ -3,7 +3,16 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flotilla.services.gateway.monitoring.health import audit, completions, drift, gaps, memory, rewards, updates
+from flotilla.services.gateway.monitoring.health import (
+    audit,
+    completions,
+    drift,
+    gaps,
+    memory,
+    rewards,
+    sources,
+    updates,
+)
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 from flotilla.shared.config.sections.health import CheckName
 
@@ -213,6 +222,13 @@ CHECKS: tuple[Check, ...] = (
         "a process that keeps what it no longer needs runs out of memory in the end: `flotilla drain SERVICE` begins a "
         "rollout, reward or sandbox service anew, and a pause and resume the trainer; where its growth is wanted, such "
         "as of code of yours that caches, raise health.memory_slope",
+    ),
+    Check(
+        CheckName.DEAD_SOURCE,
+        "reward",
+        sources.dead_source,
+        "these rows cost sampling and teach nothing: where their rewards are the best, they are solved; else they are "
+        "too hard, or the grader or label is wrong for them. Give the source the weight 0, or mend it",
     ),
     Check(
         CheckName.NO_SIGNAL,

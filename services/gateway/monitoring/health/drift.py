@@ -33,6 +33,7 @@ def components_drift(evidence: Evidence) -> Seen | None:
         f"in the last {len(steps)} steps {_name(up)} rose from {rose_from:.3g} to {rose_to:.3g} while {_name(down)} "
         f"fell from {fell_from:.3g} to {fell_to:.3g}",
         {"steps": float(len(steps)), "rose": rose_to - rose_from, "fell": fell_from - fell_to},
+        subject=_name(up),
     )
 
 

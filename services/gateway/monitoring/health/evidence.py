@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flotilla.shared.config.sections.health import HealthConfig
-from flotilla.shared.config.sections.reward import AuditConfig
+from flotilla.shared.config.sections.reward import AuditConfig, MatchConfig
+from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.health import SampleExcerpt
 
 MIN_SAMPLES = 16
@@ -27,6 +28,7 @@ class Facts:
         records_the_cut: whether the engine's log-probabilities are after cuts, and those of the trainer before them.
         is_dump: whether groups of another run are trained, whose weights may have been others.
         audit: the section of the second grade; None without one.
+        left_out: data sources that no rows are taken of any more, since their weight is 0.
     """
 
     thresholds: HealthConfig
@@ -40,11 +42,32 @@ class Facts:
     records_the_cut: bool = False
     is_dump: bool = False
     audit: AuditConfig | None = None
+    left_out: frozenset[str] = frozenset()
 
     @property
     def compares_log_probs(self) -> bool:
         """Whether the engine's log-probabilities of tokens of lag 0 are what the trainer's should be."""
         return not (self.records_the_cut or self.is_dump)
+
+
+def facts_of(spec: ExperimentSpec) -> Facts:
+    """Read from a spec what checks need to know."""
+    return Facts(
+        thresholds=spec.health,
+        groups_per_step=spec.groups_per_step,
+        names_answers=all(isinstance(each, MatchConfig) for each in spec.reward.components),
+        max_new_tokens=spec.rollout.sampling.max_new_tokens,
+        updates_per_version=spec.asynchrony.require_batches * spec.steps_per_version,
+        learning_rate=spec.optimisation.learning_rate,
+        is_graded=spec.finished_job is None,
+        learns_from_rewards=not spec.algorithm.is_pure_distillation,
+        records_the_cut=spec.rollout.records_the_cut,
+        is_dump=spec.data.holds_groups,
+        audit=spec.reward.audit,
+        left_out=frozenset(
+            name for each in spec.data.sources or () if each.weight == 0 for name in each.known_data_sources
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +118,15 @@ class Audited:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """Counts of ``SourceReport`` over the newest groups of one data source; see there."""
+
+    groups: int = 0
+    signalless_groups: int = 0
+    sample: SampleExcerpt | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MemorySlope:
     """How the memory of one process grows.
 
@@ -139,6 +171,7 @@ class Evidence:
         audited_samples: whose two grades disagree.
         alike_samples: two answers of a group that nearly repeat each other.
         memory: of each process that has been looked at for long enough.
+        sources: by name, of the newest groups of each, ``min_groups`` and more once there are so many.
         last_audit_error: what the second grader said where it gave none.
     """
 
@@ -159,6 +192,7 @@ class Evidence:
     last_audit_error: str | None = None
     alike_samples: tuple[SampleExcerpt, ...] = ()
     memory: tuple[MemorySlope, ...] = ()
+    sources: Mapping[str, SourceCounts] = field(default_factory=dict)
 
     @property
     def is_enough_graded(self) -> bool:
@@ -205,6 +239,7 @@ class Seen:
         advice: what to do, where it depends on what was seen; None takes the check's.
         sample: that shows it; None where any does.
         samples: that show it, where there are several.
+        subject: what it is of, where that is one of several: a service, a component of the reward, a data source.
     """
 
     text: str
@@ -212,3 +247,4 @@ class Seen:
     advice: str | None = None
     sample: SampleExcerpt | None = None
     samples: tuple[SampleExcerpt, ...] = ()
+    subject: str | None = None

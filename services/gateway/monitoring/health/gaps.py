@@ -42,6 +42,7 @@ def rollout_differs(evidence: Evidence) -> Seen | None:
         f"tokens of rollout {rollout} have log-probabilities that differ by {gap:.2g} nats from the trainer's, in "
         f"{count} of its steps in a row above the {upper:.2g} up to which those of the other rollouts do",
         {"gap": gap, "upper": upper},
+        subject=rollout,
     )
 
 

@@ -117,4 +117,5 @@ def memory_creeps(evidence: Evidence) -> Seen | None:
         f"{worst.process} of {worst.service_id} has {worst.bytes / 10**6:.0f} MB, and over {worst.steps} steps "
         f"took {worst.slope / 10**6:.2f} MB more for every {STEPS} of them",
         {"bytes": worst.bytes, "bytes_per_100_steps": worst.slope, "steps": float(worst.steps)},
+        subject=worst.service_id,
     )

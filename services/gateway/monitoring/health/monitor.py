@@ -6,15 +6,15 @@ from typing import Final
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.monitoring.health.checks import Found, find
-from flotilla.services.gateway.monitoring.health.evidence import Evidence, Facts, Seen
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen, facts_of
 from flotilla.services.gateway.monitoring.health.keeping import stage_window, store_window
+from flotilla.services.gateway.monitoring.health.remedies import command_for
 from flotilla.services.gateway.monitoring.health.window import WITHOUT_AUDIT, HealthWindow
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import PointRecord, PutMetrics
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.config.sections.health import CheckName
-from flotilla.shared.config.sections.reward import MatchConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.host.own_memory import ProcessMemory
 from flotilla.shared.schemas.experiment import ExperimentState
@@ -34,23 +34,6 @@ Fail = Callable[[str, str], Awaitable[None]]
 """Ends the experiment, given component and cause."""
 StagePause = Callable[[Transaction, Experiment], None]
 """Lets the trainer start no further step; nothing where the experiment does not run."""
-
-
-def facts_of(spec: ExperimentSpec) -> Facts:
-    """Read from a spec what checks need to know."""
-    return Facts(
-        thresholds=spec.health,
-        groups_per_step=spec.groups_per_step,
-        names_answers=all(isinstance(each, MatchConfig) for each in spec.reward.components),
-        max_new_tokens=spec.rollout.sampling.max_new_tokens,
-        updates_per_version=spec.asynchrony.require_batches * spec.steps_per_version,
-        learning_rate=spec.optimisation.learning_rate,
-        is_graded=spec.finished_job is None,
-        learns_from_rewards=not spec.algorithm.is_pure_distillation,
-        records_the_cut=spec.rollout.records_the_cut,
-        is_dump=spec.data.holds_groups,
-        audit=spec.reward.audit,
-    )
 
 
 class HealthMonitor:
@@ -81,6 +64,8 @@ class HealthMonitor:
         self._events = events
         self._clock = clock
         self._window = window
+        self._commands_of: ExperimentSpec | None = None
+        self._commands: dict[tuple[CheckName, str | None], str | None] = {}
         self._own_memory = ProcessMemory()
         self._memory_at, self._memory_step = clock.monotonic() - MEMORY_SECONDS, 0
 
@@ -149,9 +134,19 @@ class HealthMonitor:
             at=known.at if known else rfc3339(self._clock.now()),
             seen=seen.text,
             advice=seen.advice or check.advice,
+            command=self._command(check.name, seen.subject),
             figures=seen.figures,
             samples=known.samples if known and known.samples else _shown(seen, samples),
         )
+
+    def _command(self, check: CheckName, subject: str | None) -> str | None:
+        """Write what would help, once for each spec: telling whether it can change now takes milliseconds."""
+        spec = self._experiment.spec
+        if self._commands_of is not spec:
+            self._commands_of, self._commands = spec, {}
+        if (check, subject) not in self._commands:
+            self._commands[check, subject] = command_for(check, subject, spec)
+        return self._commands[check, subject]
 
     async def _record(self, now: list[HealthFinding], known: dict[str, HealthFinding]) -> None:
         names = {each.check for each in now}

@@ -17,6 +17,7 @@ from flotilla.services.gateway.monitoring.health.evidence import (
 )
 from flotilla.services.gateway.monitoring.health.gaps import gap_series
 from flotilla.services.gateway.monitoring.health.memory import MemorySeries
+from flotilla.services.gateway.monitoring.health.sources import SourceSeries
 from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
 
@@ -76,6 +77,7 @@ class HealthWindow:
         self._grading_before: dict[str, Graded] = {}
         self._sampling_before: dict[str, Sampled] = {}
         self._audit_before: dict[str, Audited] = {}
+        self._sources = SourceSeries()
         self.clear()
 
     def clear(self) -> None:
@@ -84,6 +86,7 @@ class HealthWindow:
         Sessions that go on are counted from here: what they had reported is kept to subtract it.
         """
         self.memory.clear()
+        self._sources.clear()
         self._steps: deque[StepFigures] = deque(maxlen=MOST_STEPS)
         self._graded: deque[Graded] = deque(maxlen=MOST_REPORTS)
         self._graded_ever = Graded()
@@ -136,6 +139,7 @@ class HealthWindow:
             "samples": [sample.model_dump(mode="json") for sample in self._samples],
             "ungraded_sample": None if self._ungraded_sample is None else self._ungraded_sample.model_dump(mode="json"),
             "groups_without_signal": self.groups_without_signal,
+            "sources": self._sources.to_window(),
         }
 
     def restore(self, kept: Mapping[str, Any], *, is_same_start: bool) -> None:
@@ -149,6 +153,7 @@ class HealthWindow:
         self._grading_before = {name: Graded(**counts) for name, counts in kept.get("grading_before", {}).items()}
         self._sampling_before = {name: Sampled(**counts) for name, counts in kept.get("sampling_before", {}).items()}
         self._audit_before = {name: Audited(**counts) for name, counts in kept.get("audit_before", {}).items()}
+        self._sources.restore(kept.get("sources", {}), is_same_start=is_same_start)
         if not kept or not is_same_start:
             return
         self._audited.extend(Audited(**counts) for counts in kept.get("audited", ()))
@@ -173,6 +178,7 @@ class HealthWindow:
         more = since(now, self._grading_before.get(report.session, Graded()))
         self._grading_before[report.session] = now
         self._add_audits(report)
+        self._sources.add(report)
         if not more.groups:
             return
         self.num_changes += 1
@@ -245,6 +251,7 @@ class HealthWindow:
             last_audit_error=self._last_audit_error,
             alike_samples=self._alike_samples,
             memory=self.memory.slopes(),
+            sources=self._sources.counts(groups_needed(facts)),
         )
 
 

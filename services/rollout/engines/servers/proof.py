@@ -135,10 +135,10 @@ def _as_float32(image: bytes, spec: TensorSpec) -> npt.NDArray[np.float32]:
     return np.frombuffer(part, np.float16 if spec.dtype == "F16" else np.float32).astype(np.float32)
 
 
-def _without_signs_of_zeros(part: memoryview, dtype: str) -> bytes:
+def _without_signs_of_zeros(part: memoryview, dtype: str) -> memoryview:
     words = np.frombuffer(part, np.uint32 if dtype == "float32" else np.uint16).copy()
     words[words == 1 << (8 * words.itemsize - 1)] = 0
-    return words.tobytes()
+    return words.data
 
 
 class ServerProof:
@@ -235,8 +235,16 @@ class ServerProof:
         _refuse(version, wanted, await adapters.held_by(caller))
 
     async def _check(self, caller: Caller, files: Sequence[Path], version: int) -> None:
-        wanted = await asyncio.to_thread(self._wanted, files, self._provable or ())
-        _refuse(version, wanted, await self._prover.hashes(caller, seconds=self._seconds))
+        wanted, held = await asyncio.gather(
+            asyncio.to_thread(self._wanted, files, self._provable or ()),
+            self._prover.hashes(caller, seconds=self._seconds),
+            return_exceptions=True,  # nothing is left asking a server that samples again
+        )
+        if isinstance(wanted, BaseException):
+            raise wanted
+        if isinstance(held, BaseException):
+            raise held
+        _refuse(version, wanted, held)
 
 
 def _refuse(version: int, wanted: Mapping[str, str | None], held: Mapping[str, str]) -> None:

@@ -6,13 +6,14 @@ Each product is a weight times 1 with zeros added, so it is that weight to the l
 """
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 TWO = "0" * 64
 """In the place of a hash where a layer holds its weight twice, and they differ, or more than was loaded."""
-ROWS = 256
+ROWS = 512
 """Unit vectors that a layer is given at a time."""
 
 
@@ -23,19 +24,25 @@ class HeldWeights:
 
     def flotilla_hashes(self) -> dict[str, str]:
         """Hash each weight that computes as one tensor: SHA-256 by the parameter's name, zeros without a sign."""
-        model, found = self.model_runner.get_model(), {}
-        with torch.inference_mode():
+        model = self.model_runner.get_model()
+        # One thread hashes what another has read back, a product ahead.
+        with torch.inference_mode(), ThreadPoolExecutor(1) as hashing:
+            hashed: list[tuple[str, Future[str]]] = []
             for prefix, module in model.named_modules():
                 for name, parameter in module.named_parameters(recurse=False):
                     # A layer that takes adapters has the plain one inside.
                     path = f"{prefix}.{name}".removeprefix(".").replace(".base_layer.", ".")
                     if parameter.numel():
-                        found[path] = _hash(_without_padding(module, parameter.data))
+                        hashed.append((path, hashing.submit(_hash, _without_padding(module, parameter.data))))
                     packed = _multiplied_by(module) if name == "weight" else None
                     if packed is not None:
-                        # An embedding has both, for looking up and for the head.
-                        product = _hash(_without_padding(module, packed))
-                        found[path] = product if found.get(path, product) == product else TWO
+                        hashed.append((path, hashing.submit(_hash_of_columns, module, packed)))
+                    for _, earlier in hashed[-3:-2]:
+                        earlier.result()
+            found: dict[str, str] = {}
+            for path, future in hashed:
+                # An embedding has both, for looking up and for the head.
+                found[path] = future.result() if found.get(path, future.result()) == future.result() else TWO
         return found
 
     def flotilla_adapter_hashes(self, rank: int) -> dict[str, str]:
@@ -55,8 +62,8 @@ class HeldWeights:
         return found
 
 
-def _multiplied_by(module: Any) -> torch.Tensor | None:
-    """Read the weight of a layer that has packed it: [outputs, inputs]; None where nothing is packed."""
+def _multiplied_by(module: Any) -> list[torch.Tensor] | None:
+    """Read the weight of a layer that has packed it: parts of [inputs, outputs]; None where nothing is packed."""
     linear = getattr(module, "cpu_linear", None)
     if linear is None or linear is torch.nn.functional.linear:
         return None
@@ -68,8 +75,13 @@ def _multiplied_by(module: Any) -> torch.Tensor | None:
     for start in range(0, num_inputs, ROWS):
         units = torch.zeros(min(ROWS, num_inputs - start), num_inputs, dtype=dtype)
         units[torch.arange(len(units)), start + torch.arange(len(units))] = 1
-        columns.append(linear(units, module.weight, None).T)
-    return torch.cat(columns, dim=1)
+        columns.append(linear(units, module.weight, None))
+    return columns
+
+
+def _hash_of_columns(module: Any, parts: list[torch.Tensor]) -> str:
+    with torch.inference_mode():
+        return _hash(_without_padding(module, torch.cat([part.T for part in parts], dim=1)))
 
 
 def _without_padding(module: Any, held: torch.Tensor) -> torch.Tensor:
@@ -82,5 +94,5 @@ def _hash(*held: torch.Tensor) -> str:
     for each in held:
         # A product with zeros has no negative zero.
         whole = (each + 0).contiguous().cpu()
-        digest.update(whole.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(whole.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from flotilla.services.rollout.engines.vllm.held_weights import TWO, HeldWeights
 from flotilla.shared.errors import WeightsDiverged
 from tests.contract.engine.conftest import server_settings
 
-NUM_INPUTS = 300
+NUM_INPUTS = 600
 """More than are asked for at a time."""
 
 

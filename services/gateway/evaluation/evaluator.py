@@ -15,7 +15,7 @@ from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.written import WrittenAnswers
-from flotilla.services.gateway.evaluation.keeping import keep_evaluation, right_and_wrong
+from flotilla.services.gateway.evaluation.keeping import EvaluationKeeper, OnWritten, right_and_wrong
 from flotilla.services.gateway.evaluation.schedule import due_version
 from flotilla.services.gateway.evaluation.summary import summarise_sets
 from flotilla.services.gateway.events.log import EventLog
@@ -54,6 +54,7 @@ class Evaluator:
 
     Args:
         written: where answers are graded that were written before; None where rollouts answer.
+        on_written: told of each file of answers, where one is kept.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Evaluator:
         events: EventLog,
         clock: Clock,
         written: WrittenAnswers | None = None,
+        on_written: OnWritten | None = None,
     ) -> None:
         assert experiment.spec.evaluation is not None
         self._config: EvaluationConfig = experiment.spec.evaluation
@@ -73,6 +75,7 @@ class Evaluator:
         self._events = events
         self._clock = clock
         self._written = written
+        self._keeper = EvaluationKeeper(experiment, on_written)
         self._looked_for_leftovers_at: float | None = None
         self._num_answers = self._config.group_size if written is None else written.num_answers(dataset)
 
@@ -148,7 +151,7 @@ class Evaluator:
         metrics[LAG] = float(self._experiment.record.policy_version - version)
         # Not the step that was done meanwhile: the result belongs to the version.
         step = await self._repository.step_of(self._experiment, version)
-        await keep_evaluation(self._experiment, groups, version=version, step=step)
+        await self._keeper.keep(groups, version=version, step=step)
         at = rfc3339(self._clock.now())
         points = [PointRecord(name=n, step=step, version=version, value=v, at=at) for n, v in metrics.items()]
         seconds = round(self._clock.monotonic() - started_at, 3)

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,42 @@ from flotilla.shared.schemas.trajectory import Group
 log = logging.getLogger(__name__)
 
 MOST_CHARACTERS = 400
+OnWritten = Callable[[SampleFile], None]
 
 
-async def keep_evaluation(experiment: Experiment, groups: Sequence[Group], *, version: int, step: int) -> None:
-    """Write the answers of an evaluation, if the spec keeps samples; what cannot be written is said and left out."""
-    config = experiment.spec.samples
-    if config is None or not groups:
-        return
-    ordered = sorted(groups, key=lambda group: group.task.row)
-    kept = [KeptGroup(group, SampleKind.EVALUATION) for group in ordered]
-    file = SampleFile(evaluation_name(version), kept, step, version, {"num_groups": len(kept)})
-    folder = SampleFolder(Path(experiment.record.directory), config)
-    try:
-        await asyncio.to_thread(folder.write, file)
-    except OSError as error:
-        facts = {"experiment_id": experiment.id, "version": version, "error": repr(error)}
-        log.warning("samples of an evaluation cannot be written", extra=facts)
+class EvaluationKeeper:
+    """Keeps the answers of one experiment's evaluations, if its spec keeps samples.
+
+    Args:
+        on_written: called in a thread with each file that was written.
+    """
+
+    def __init__(self, experiment: Experiment, on_written: OnWritten | None = None) -> None:
+        self._experiment = experiment
+        self._on_written = on_written
+        self._folder: SampleFolder | None = None
+
+    async def keep(self, groups: Sequence[Group], *, version: int, step: int) -> None:
+        """Write the answers of an evaluation; what cannot be written is said and left out."""
+        config = self._experiment.spec.samples
+        if config is None or not groups:
+            return
+        if self._folder is None:
+            # One for all evaluations: it knows how much it has written, and need not look at all files each time.
+            self._folder = SampleFolder(Path(self._experiment.record.directory), config)
+        ordered = sorted(groups, key=lambda group: group.task.row)
+        kept = [KeptGroup(group, SampleKind.EVALUATION) for group in ordered]
+        file = SampleFile(evaluation_name(version), kept, step, version, {"num_groups": len(kept)})
+        try:
+            await asyncio.to_thread(self._write, self._folder, file)
+        except (OSError, sqlite3.Error) as error:
+            facts = {"experiment_id": self._experiment.id, "version": version, "error": repr(error)}
+            log.warning("samples of an evaluation cannot be kept", extra=facts)
+
+    def _write(self, folder: SampleFolder, file: SampleFile) -> None:
+        folder.write(file)
+        if self._on_written is not None:
+            self._on_written(file)
 
 
 def right_and_wrong(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -102,7 +102,8 @@ class ExperimentWork:
             lanes.append(shifts.run())
         if held_out is not None:
             written = None if experiment.spec.written_answers is None else WrittenAnswers(experiment.spec)
-            evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written)
+            take_in = parts.samples.of(experiment).add
+            evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written, take_in)
             lanes.append(_evaluate(evaluator, written))
         await signals.run_together(*map(asyncio.create_task, lanes))
 

@@ -52,7 +52,7 @@ TABLES: Final[Mapping[type[Record], Table]] = {
     StoredAnswer: tables.idempotency,
 }
 Writing = Connection | DirectConnection
-ONE_VALUE: Final = (tables.metrics.c.experiment_id, tables.metrics.c.name, tables.metrics.c.step)
+ONE_VALUE: Final = (tables.metrics.c.experiment_id, tables.metrics.c.step, tables.metrics.c.name)
 """No two rows of metrics have the same."""
 OF_EXPERIMENTS: Final = (
     tables.publications,

@@ -100,7 +100,8 @@ metrics = Table(
     Column("version", Integer, nullable=False),
     Column("value", Float(53), nullable=False),
     Column("at", String(32)),
-    UniqueConstraint("experiment_id", "name", "step", name="one_value_per_step"),
+    # A step's values are written together, and lie together in this order.
+    UniqueConstraint("experiment_id", "step", "name", name="one_value_per_step"),
     Index("metrics_in_order", "experiment_id", "sequence"),
     sqlite_autoincrement=True,
 )

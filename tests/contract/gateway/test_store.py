@@ -526,6 +526,33 @@ async def test_a_service_of_an_earlier_gateways_database_is_read(database_url: s
     assert found == [replace(SERVICE, is_draining=True, notice_ends_at=None)]
 
 
+async def test_the_values_of_an_earlier_gateways_database_keep_their_cursors(database_url: str) -> None:
+    engine = open_engine(database_url)
+    upgrade(engine, "0015")
+    table = tables.metrics
+    row = {"experiment_id": "a", "version": 1, "value": 0.5, "at": "2026-01-01T00:00:00.000Z"}
+    with engine.begin() as connection:
+        for step, name in ((1, "loss"), (1, "reward"), (2, "loss"), (2, "reward")):
+            connection.execute(sa.insert(table).values(**row, step=step, name=name))
+        before = connection.execute(sa.select(table).order_by(table.c.sequence)).all()
+        # The last numbers were given out: who has read to there must not miss what comes.
+        connection.execute(sa.delete(table).where(table.c.step == 2))
+        # An upgrade that was cut short.
+        connection.execute(sa.text("CREATE TABLE metrics_by_step (sequence INTEGER)"))
+    engine.dispose()
+
+    store = await SqlStore.open(database_url)
+    kept = await store.metrics("a", names=[], after=0, limit=9)
+    await store.apply([PutMetrics("a", [PointRecord("loss", 1, 2, 0.25), PointRecord("loss", 3, 3, 0.125)])])
+    found = await store.metrics("a", names=[], after=before[-1].sequence, limit=9)
+    await store.close()
+
+    assert [(each, point.name, point.step, point.value) for each, point in kept] == [
+        (row.sequence, row.name, row.step, row.value) for row in before[:2]
+    ]
+    assert [(point.name, point.step, point.value) for _, point in found] == [("loss", 1, 0.25), ("loss", 3, 0.125)]
+
+
 async def test_a_database_is_opened_again_with_all_that_it_held(database_url: str) -> None:
     first = await SqlStore.open(database_url)
     await first.apply([PutRecord(a_record("a"))])

@@ -269,7 +269,7 @@ class Fleet:
                 self._publications.stage_gone(change, experiment.id, service, "its engine serves nothing now")
         if service.kind is ServiceKind.ROLLOUT:
             await self._idle_ratios.record(experiment, service.id, observed)
-            await self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
+            self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service is self._registry.trainer_of(experiment.id):
             await self._record_progress(service, experiment)
 

@@ -67,7 +67,8 @@ class Durations:
     """Measures the publications of all experiments. What is open is stored with what it measures, for the next gateway:
     time between two gateways counts, as the members wait meanwhile.
 
-    Only the report that a rollout serves a version waits for the store here: it never delays a commit.
+    Nobody waits for the store here: what a version took that all serve is stored with what comes next, and found out
+    again by the next report where it was not.
     """
 
     def __init__(self, store: Store, clock: Clock, events: EventLog) -> None:
@@ -142,18 +143,23 @@ class Durations:
         """What the newest publication that all members serve took of each of them; nothing before the first."""
         return self._newest.get(experiment_id, {})
 
-    async def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
-        """Record which version a rollout serves, and store what a publication took if it was the last to serve it."""
+    def serves(self, experiment_id: str, service_id: str, version: int | None) -> None:
+        """Record which version a rollout serves, and store soon what a publication took if it was the last."""
         if version is None:
             return
         for committed in self._committed.get(experiment_id, []):
             if version >= committed.version and len(committed.missing) > (service_id in committed.missing):
                 self._serves_alone(committed, service_id)
-        if self._served_by(self._committed.get(experiment_id, []), service_id, version):
-            async with self._store.transaction() as change:
-                # Asked again: another report of it may have been stored while this one waited for its turn.
-                served = self._served_by(self._committed.get(experiment_id, []), service_id, version)
-                self._stage_served(change, experiment_id, served, service_id)
+        if not self._served_by(self._committed.get(experiment_id, []), service_id, version):
+            return
+        now = self._clock.monotonic()
+
+        def stage(change: Transaction) -> None:
+            # Asked again: another report of it may have been stored before.
+            served = self._served_by(self._staged_committed(change, experiment_id), service_id, version)
+            self._stage_served(change, experiment_id, served, service_id, now)
+
+        self._store.stage_soon(stage)
 
     def _serves_alone(self, committed: _Committed, service_id: str) -> None:
         """Record in memory, where the next gateway is told it again, that a member serves and others do not yet."""
@@ -185,7 +191,7 @@ class Durations:
 
         change.then(follow)
         if served:
-            self._stage_served(change, experiment_id, served, None, without=service_id)
+            self._stage_served(change, experiment_id, served, None, self._clock.monotonic(), without=service_id)
         elif any(service_id in each.missing for each in all_committed):
             # The next gateway has no member of its name to wait for.
             shown = [replace(each, missing=each.missing - {service_id}) for each in all_committed]
@@ -198,6 +204,7 @@ class Durations:
         experiment_id: str,
         served: Sequence[_Committed],
         last: str | None,
+        now: float,
         *,
         without: str | None = None,
     ) -> None:
@@ -205,11 +212,11 @@ class Durations:
 
         Args:
             last: the member that was the last to serve them; None if the last one is gone.
+            now: when that was.
             without: a member that is gone.
         """
         if not served:
             return
-        now = self._clock.monotonic()
         newest: Members = {}
         for each in served:
             if last is None and not each.is_served:

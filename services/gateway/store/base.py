@@ -16,7 +16,7 @@ from flotilla.services.gateway.store.records import (
     StoredAnswer,
     TokenRecord,
 )
-from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.transaction import Stage, Transaction
 from flotilla.services.gateway.store.writes import PointRecord, Write
 from flotilla.shared.schemas.experiment import CheckpointView, Event
 
@@ -36,6 +36,9 @@ class DeliveryStore(Protocol):
 
 class SeriesStore(Protocol):
     """What was measured."""
+
+    def stage_soon(self, stage: Stage) -> None:
+        """Let this be a part of the next transaction; see ``TransactionalStore``."""
 
     def write_soon(self, *writes: Write) -> None:
         """Store what was measured with the next transaction; see ``TransactionalStore``."""

@@ -267,6 +267,7 @@ class MemoryStore(TransactionalStore):
 
     async def events(self, experiment_id: str, *, after: int, limit: int, types: Collection[str] = ()) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``, of some types or of all."""
+        await self.store_waiting()
         events = self._events.get(experiment_id, [])
         first = bisect_right(events, after, key=lambda event: event.id)
         if not types:

@@ -370,6 +370,7 @@ class SqlStore(TransactionalStore):
 
     async def events(self, experiment_id: str, *, after: int, limit: int, types: Collection[str] = ()) -> list[Event]:
         """List up to ``limit`` events with an id above ``after``, of some types or of all."""
+        await self.store_waiting()
         table = tables.events
         query = sa.select(table).where(table.c.experiment_id == experiment_id, table.c.id > after)
         if types:

@@ -29,6 +29,8 @@ from flotilla.shared.schemas.experiment import Event
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Stage = Callable[["Transaction"], None]
+"""Puts its part of a change together."""
 ANSWER_SECONDS = 60.0
 """Longest time for a statement, what waits before it included. Far above the five seconds that SQLite may be locked."""
 SOON_SECONDS = 0.5
@@ -73,6 +75,7 @@ class TransactionalStore(ABC):
         self._turn = asyncio.Lock()
         self._holder: asyncio.Task[Any] | None = None
         self._soon: list[Write] = []
+        self._joining: list[Stage] = []
         self._timer: asyncio.TimerHandle | None = None
         self._storing_soon: asyncio.Task[None] | None = None
 
@@ -103,10 +106,16 @@ class TransactionalStore(ABC):
         except TimeoutError:
             raise late() from None
         change = Transaction()
+        joining, self._joining = self._joining, []
         try:
             self._holder = asyncio.current_task()
+            for stage in joining:
+                stage(change)
             yield change
         except BaseException:
+            if joining:
+                self._joining = [*joining, *self._joining]
+                self._set_timer()
             self._turn.release()
             raise
         finally:
@@ -123,12 +132,27 @@ class TransactionalStore(ABC):
         # While the database is away the last one of each is kept, however often it changes.
         kept = [w for w in self._soon if not isinstance(w, PutWindow) or (w.experiment_id, w.name) not in windows]
         self._soon = [*kept, *writes]
+        self._set_timer()
+
+    def stage_soon(self, stage: Stage) -> None:
+        """Let this be a part of the next transaction, or of one in half a second, and stored before anybody reads.
+
+        For what is found out again where it was not stored: a process that is killed before, or a database that does
+        not answer or refuses that transaction, takes it along.
+
+        Args:
+            stage: called first in that transaction, when another may have changed what it is about.
+        """
+        self._joining.append(stage)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SOON_SECONDS, self._on_time)
 
     def _on_time(self) -> None:
         self._timer = None
-        if self._soon:
+        if self._soon or self._joining:
             self._storing_soon = asyncio.create_task(self._store_soon(), name="store what was measured")
 
     async def _store_soon(self) -> None:
@@ -139,12 +163,12 @@ class TransactionalStore(ABC):
             self.write_soon()
 
     async def store_waiting(self) -> None:
-        """Store now what ``write_soon`` was given.
+        """Store now what ``write_soon`` and ``stage_soon`` were given.
 
         Raises:
             Unavailable: the database does not answer; it waits on.
         """
-        if self._soon:
+        if self._soon or self._joining:
             async with self.transaction():
                 pass
 

@@ -13,6 +13,7 @@ from flotilla.services.gateway.registry.services import LiveService
 from flotilla.services.gateway.runtime import reconciler
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
+from flotilla.services.gateway.store.writes import AppendEvent
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import Conflict, NotFound, StalePolicyVersion, Unavailable
 from flotilla.shared.schemas.experiment import Event, ExperimentState
@@ -426,6 +427,28 @@ async def serve(stage: Stage, rollout: str, version: int) -> None:
     await say(stage.gateway, rollout, observed)
 
 
+async def test_that_a_version_is_served_is_stored_with_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = await Stage.of(1, clock=ManualClock())
+    await stage.publish(1, 1)
+    stored, apply = list[list[str]](), stage.gateway.store.apply
+
+    async def noted(writes: Any) -> Any:
+        stored.append([each.kind for each in writes if isinstance(each, AppendEvent)])
+        return await apply(writes)
+
+    monkeypatch.setattr(stage.gateway.store, "apply", noted)
+    await serve(stage, stage.rollouts[0], 1)
+    assert stored == []
+    with pytest.raises(Conflict):
+        async with stage.gateway.store.transaction():
+            raise Conflict("what it was put together for is over")
+
+    await stage.announce(2)
+    await turns()
+
+    assert stored == [["publication_served", "publication_announced"]]
+
+
 async def test_each_part_is_timed_until_every_member_serves_the_version() -> None:
     clock = ManualClock()
     stage = await Stage.of(2, clock=clock)
@@ -541,7 +564,7 @@ async def test_the_last_version_of_an_experiment_is_timed_as_far_as_it_came() ->
     assert "publication_served" not in {each.type for each in events}, "no member ever served it"
 
 
-async def test_followers_and_web_hooks_hear_at_once_that_a_version_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_followers_and_web_hooks_hear_soon_that_a_version_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = await Stage.of(1, clock=ManualClock())
     await stage.publish(1, 1)
     log, told = stage.gateway.events, list[str]()
@@ -581,14 +604,17 @@ async def test_times_of_what_could_not_be_stored_are_forgotten(monkeypatch: pyte
         await is_lost(lambda state=state: stage.report(rollout, state, 1))
         clock.advance(2.0)
         await stage.report(rollout, state, 1)
-    await is_lost(lambda: serve(stage, rollout, 1))
+    await serve(stage, rollout, 1)
+    await is_lost(lambda: durations(stage))
     assert stage.gateway.publications.durations.newest(stage.experiment.id) == {}
     clock.advance(0.5)
     await serve(stage, rollout, 1)
+    await serve(stage, rollout, 1)
+    clock.advance(0.25)
 
     parts = {"negotiate": 2.0, "transfer": 2.0, "commit": 0.5}
-    assert stage.gateway.publications.durations.newest(stage.experiment.id) == {rollout: parts}
     events = await stage.gateway.store.events(stage.experiment.id, after=0, limit=99)
+    assert stage.gateway.publications.durations.newest(stage.experiment.id) == {rollout: parts}
     assert [each.data for each in events if each.type == "publication_served"] == [
         {"version": 1, "members": {rollout: parts}}
     ]

@@ -194,26 +194,27 @@ _DOCUMENTS: Final = json.JSONEncoder(default=_mapping)
 def _put_metrics(connection: Writing, experiment_id: str, points: Sequence[PointRecord]) -> None:
     # The last of two equal keys in one batch wins, as it would in two batches.
     newest = {(point.name, point.step): point for point in points}
-    rows = [{"experiment_id": experiment_id, **point._asdict()} for point in newest.values()]
-    if not rows:
+    if not newest:
         return
     if isinstance(connection, DirectConnection):
         # One statement in place of two; what it replaces it deletes, and the new row has the next number.
-        text, names = _replacement_of_metrics(connection.dialect)
-        connection.exec_driver_sql(text, [tuple(row[name] for name in names) for row in rows])
+        text = _replacement_of_metrics(connection.dialect)
+        connection.exec_driver_sql(text, [(experiment_id, *point) for point in newest.values()])
         return
+    rows = [{"experiment_id": experiment_id, **point._asdict()} for point in newest.values()]
     connection.execute(_deletion_of_metrics(), [_key_of(ONE_VALUE, row) for row in rows])
     connection.execute(_insertion(tables.metrics), rows)
 
 
 @cache
-def _replacement_of_metrics(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-    """Compile the statement for SQLite; return its text and the columns that it takes, in order."""
+def _replacement_of_metrics(dialect: Dialect) -> str:
+    """Compile the statement for SQLite, which takes an experiment's id and the fields of a point, in order."""
     names = ("experiment_id", *PointRecord._fields)
     made = sa.insert(tables.metrics).prefix_with("OR REPLACE").values({name: sa.bindparam(name) for name in names})
     compiled = made.compile(dialect=dialect)
     assert isinstance(compiled, sa.sql.compiler.SQLCompiler)
-    return str(compiled), tuple(compiled.positiontup or ())
+    assert compiled.positiontup == list(names)
+    return str(compiled)
 
 
 @cache

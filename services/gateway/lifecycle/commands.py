@@ -495,6 +495,6 @@ class ExperimentCommands:
             directory=record.directory,
             origin=Origin.model_validate(record.origin) if record.origin else None,
             owner=record.owner,
-            changes=experiment.steering_of(record).changes,
+            changes=(experiment.steering if record is experiment.record else experiment.steering_of(record)).changes,
             groups_from=experiment.spec.data.subscribes_to,
         )

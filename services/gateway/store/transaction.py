@@ -68,6 +68,16 @@ class Transaction:
             effect()
 
 
+def _stage(stage: Stage, change: Transaction) -> None:
+    """Add a part that goes along; one that fails is left out, since every transaction would fail with it."""
+    before = len(change.writes)
+    try:
+        stage(change)
+    except Exception:
+        del change.writes[before:]
+        log.exception("a part of a transaction that was to go along with it cannot be put together")
+
+
 class TransactionalStore(ABC):
     """What the twins of the store have in common: how changes take turns."""
 
@@ -110,7 +120,7 @@ class TransactionalStore(ABC):
         try:
             self._holder = asyncio.current_task()
             for stage in joining:
-                stage(change)
+                _stage(stage, change)
             yield change
         except BaseException:
             if joining:

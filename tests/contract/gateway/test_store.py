@@ -24,6 +24,7 @@ from flotilla.services.gateway.store.records import (
     TokenRecord,
 )
 from flotilla.services.gateway.store.sql import SqlStore, open_engine, upgrade
+from flotilla.services.gateway.store.transaction import Transaction
 from flotilla.services.gateway.store.writes import (
     AppendAudit,
     AppendEvent,
@@ -691,6 +692,19 @@ async def test_what_was_measured_is_stored_with_the_next_change_and_before_anybo
     async with store.transaction() as change:
         change.write(DeleteExperiment("a"))
     assert await steps_of(store) == [], "the measurements of an experiment go with it"
+
+
+async def test_a_part_that_goes_along_and_fails_takes_no_other_change_with_it(store: Store) -> None:
+    def fails(change: Transaction) -> None:
+        change.write(measured(1))
+        raise KeyError("gone")
+
+    store.stage_soon(fails)
+    store.stage_soon(lambda change: change.write(measured(2)))
+    async with store.transaction() as change:
+        change.write(measured(3))
+
+    assert await steps_of(store) == [2, 3]
 
 
 async def test_what_was_measured_is_stored_soon_without_another_change(

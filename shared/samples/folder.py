@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, BinaryIO
 from flotilla.shared.files.beneath import read_beneath
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from flotilla.shared.config.sections.tracking import SamplesConfig
     from flotilla.shared.schemas.sample_kinds import SampleFile
     from flotilla.shared.streams.intervals import IntervalSet
@@ -30,6 +32,8 @@ CHANGES = "changes"
 """Within the folder: the spec that the last trainer worked with."""
 TEMPORARY = ".tmp"
 STALE_SECONDS = 600.0
+WHOLE_BYTES = 1 << 20
+"""A file of this size or less is read at once; of a larger one the columns that are wanted."""
 SLACK = 32
 """A writer looks at all files again after it wrote a share of 1/32 of the bound, and leaves that much room."""
 _STORED = re.compile(r"(?:step-\d{8}|(?:evaluation|ended)-v\d{8}(?:-.*)?)\.parquet")
@@ -87,6 +91,22 @@ def open_samples_file(folder: Path, name: str) -> BinaryIO:
         OSError: it is not there, cannot be read, or a link leads to it.
     """
     return read_beneath(folder.parent, f"{folder.name}/{name}")
+
+
+def read_columns(folder: Path, name: str, columns: Sequence[str]) -> pa.Table:
+    """Read some columns of a file; those that it has not are left out.
+
+    Raises:
+        OSError: as of ``open_samples_file``.
+        ArrowException: it is no file of samples, or damaged.
+    """
+    from pyarrow import BufferReader, parquet
+
+    with open_samples_file(folder, name) as file:
+        # At once and by this thread: pyarrow reads column by column, and calls into Python for each piece.
+        is_small = os.fstat(file.fileno()).st_size <= WHOLE_BYTES
+        source = BufferReader(file.read()) if is_small else file
+        return parquet.ParquetFile(source).read(columns=list(columns), use_threads=not is_small)
 
 
 def stored_file(path: Path) -> StoredFile | None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flotilla.shared.samples.folder import SAMPLES, open_samples_file, step_name, stored_states
+from flotilla.shared.samples.folder import SAMPLES, read_columns, step_name, stored_states
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ DATABASE = ".index.sqlite"
 LAYOUT = 2
 COLUMNS = ("place", "member", "kind", "step", "group_id", "row", "status", "reward")
 LOCK_SECONDS = 5.0
-WHOLE_BYTES = 1 << 20
-"""A file of this size or less is read at once; of a larger one the columns that are wanted."""
 _PLACES = 1 << 21
 """More than a file has samples."""
 _TABLES = """
@@ -215,14 +213,11 @@ def _new_id(database: sqlite3.Connection, modified_ns: int) -> int:
 
 
 def _read(database: sqlite3.Connection, folder: Path, name: str, modified_ns: int, size_bytes: int) -> None:
-    from pyarrow import ArrowException, BufferReader, parquet
+    from pyarrow import ArrowException
 
     columns: dict[str, list[Any]] = {column: [] for column in COLUMNS}
     try:
-        with open_samples_file(folder, name) as file:
-            # At once and by this thread: pyarrow reads column by column, and calls into Python for each piece.
-            whole = BufferReader(file.read()) if size_bytes <= WHOLE_BYTES else file
-            columns = parquet.ParquetFile(whole).read(columns=list(COLUMNS), use_threads=False).to_pydict()
+        columns = read_columns(folder, name, COLUMNS).to_pydict()
     except FileNotFoundError:
         return
     except (OSError, ArrowException) as error:

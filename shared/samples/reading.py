@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.samples.folder import open_samples_file
+from flotilla.shared.samples.folder import open_samples_file, read_columns
 from flotilla.shared.samples.index import Found, SampleIndex
 from flotilla.shared.samples.query import SampleQuery
 
@@ -119,7 +119,7 @@ def read_page(
 
 def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> list[ReadSample]:
     """Read samples in the order in which they were found; one whose file went meanwhile is left out."""
-    from pyarrow import ArrowException, parquet
+    from pyarrow import ArrowException
 
     members: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for number, each in enumerate(found):
@@ -128,8 +128,7 @@ def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> 
     names = [*_READ, *(TOKEN_COLUMNS if with_tokens else ())]
     for name, wanted in members.items():
         try:
-            with open_samples_file(folder, name) as file:
-                table = parquet.ParquetFile(file).read(columns=list(dict.fromkeys(names)))
+            table = read_columns(folder, name, list(dict.fromkeys(names)))
         except (OSError, ArrowException):
             continue
         keys = zip(table.column("place").to_pylist(), table.column("member").to_pylist(), strict=True)

@@ -19,7 +19,7 @@ def component_series(values: Mapping[str, float]) -> dict[str, float]:
 
 def components_drift(evidence: Evidence) -> Seen | None:
     """See a component of the reward that rises while another one falls, both beyond chance."""
-    steps = [component_series(step.values) for step in evidence.steps]
+    steps = [step.chosen(component_series) for step in evidence.steps]
     steps = [each for each in steps if len(each) > 1]
     if len(steps) < FEWEST_STEPS:
         return None

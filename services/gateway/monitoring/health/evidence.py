@@ -1,6 +1,6 @@
 """What training-health checks look at: the last steps' figures, and what was graded and sampled lately."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flotilla.shared.config.sections.health import HealthConfig
@@ -8,6 +8,8 @@ from flotilla.shared.config.sections.reward import AuditConfig, MatchConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.health import SampleExcerpt
 
+Choose = Callable[[Mapping[str, float]], dict[str, float]]
+"""Chooses some of a step's figures, by their names."""
 MIN_SAMPLES = 16
 """What happens to so many samples in a row is no chance."""
 
@@ -154,6 +156,13 @@ class StepFigures:
 
     step: int
     values: Mapping[str, float]
+    _chosen: dict[Choose, dict[str, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def chosen(self, choose: Choose) -> dict[str, float]:
+        """Choose some of the values; the same ones when asked again, as is done every second for dozens of steps."""
+        if choose not in self._chosen:
+            self._chosen[choose] = choose(self.values)
+        return self._chosen[choose]
 
 
 @dataclass(frozen=True, slots=True)

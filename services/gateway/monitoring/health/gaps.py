@@ -22,7 +22,7 @@ def rollout_differs(evidence: Evidence) -> Seen | None:
     """
     if not evidence.facts.compares_log_probs:
         return None
-    steps = [gap_series(step.values) for step in evidence.steps]
+    steps = [step.chosen(gap_series) for step in evidence.steps]
     count = evidence.facts.thresholds.steps
     found: list[tuple[float, str, float]] = []
     for name in sorted({name for step in steps for name in step}):

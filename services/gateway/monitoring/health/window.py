@@ -122,8 +122,8 @@ class HealthWindow:
                 [
                     step.step,
                     {name: step.values[name] for name in LOOKED_AT if name in step.values}
-                    | component_series(step.values)
-                    | gap_series(step.values),
+                    | step.chosen(component_series)
+                    | step.chosen(gap_series),
                 ]
                 for step in self._steps
             ],

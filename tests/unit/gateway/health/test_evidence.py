@@ -5,6 +5,7 @@ example: two that learn, and some with a learning rate or rewards that are far t
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,16 @@ def test_a_run_that_learns_is_healthy_after_each_of_its_steps(name: str) -> None
 def test_what_breaks_is_named_at_the_step_that_shows_it(name: str, check: CheckName, step: int) -> None:
     assert found_after(name, step - 1) == []
     assert all(found_after(name, number)[0] is check for number in range(step, len(WINDOWS[name]["steps"]) + 1))
+
+
+def test_what_is_chosen_of_a_step_is_looked_for_once() -> None:
+    looked: list[str] = []
+
+    def small(values: Mapping[str, float]) -> dict[str, float]:
+        looked.extend(values)
+        return {name: value for name, value in values.items() if value < 1}
+
+    step = StepFigures(1, {"kl": 0.5, "loss": 2.0})
+
+    assert step.chosen(small) == step.chosen(small) == {"kl": 0.5}
+    assert looked == ["kl", "loss"]

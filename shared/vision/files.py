@@ -72,6 +72,20 @@ def pixels_of(data: bytes) -> Any:
             raise DataError(f"an image of {len(data)} bytes cannot be decoded: {error}") from error
 
 
+def plain_of(data: bytes) -> bytes:
+    """Encode an image so that whoever decodes it sees what ``pixels_of`` gives; one that says so already is returned.
+
+    Raises:
+        DataError: as ``pixels_of``.
+    """
+    with _opened(io.BytesIO(data), len(data)) as image:
+        if image.format == "PNG" and image.mode == "RGB" and not image.info and not image.getexif():
+            return data
+    written = io.BytesIO()
+    pixels_of(data).save(written, "PNG", compress_level=1)
+    return written.getvalue()
+
+
 def _on_white(image: Any) -> Any:
     from PIL import Image
 

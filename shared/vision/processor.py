@@ -161,6 +161,12 @@ class ImageProcessor:
             grid = processed.rows, processed.columns
         return grid
 
+    def check_tokens(self, data: bytes, num_tokens: int) -> None:
+        """Check that an image has so many tokens; raises as ``process``, and where it has others."""
+        rows, columns = self.grid_of(data)
+        if rows * columns != num_tokens:
+            raise DataError(f"an image has {num_tokens} tokens in the prompt, and {rows * columns} here")
+
     def _keep(self, name: str, made: ProcessedImage) -> None:
         while self._kept and self._kept_bytes + made.pixel_values.nbytes > MOST_KEPT_BYTES:
             self._kept_bytes -= self._kept.popitem(last=False)[1].pixel_values.nbytes

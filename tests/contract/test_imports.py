@@ -21,6 +21,7 @@ MAY_IMPORT_TORCH = (
     "shared/models/routers.py",  # records what experts an engine chose, and tells the trainer's model
     "shared/vision/tower.py",  # computes images for engine and trainer alike, which both have torch
     "flotilla/engine_pins/sglang_cpu_site.py",  # runs in SGLang's own environment, and is imported by nothing of ours
+    "flotilla/engine_pins/torchvision_cpu_site.py",  # the same, and in vLLM's
 )
 
 

@@ -92,6 +92,7 @@ def server_settings(
         networks=networks,
         records_experts=spec.algorithm.router_replay == "R3",
         adapters=_adapters(spec),
+        images=spec.data.images,
     )
 
 

@@ -1,10 +1,11 @@
-"""Checks of generation requests that every embedded engine makes."""
+"""What engines check of generation requests, and make of them."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, PromptImage
 from flotilla.shared.errors import InvalidRequest, PromptTooLong, Scalar
 from flotilla.shared.schemas.trajectory import FinishReason
 
@@ -93,3 +94,13 @@ def unstarted_completion(request: GenerationRequest, index: int) -> Completion:
         num_resumed=len(prefix.token_ids),
         experts=prefix.experts,
     )
+
+
+def condensed(token_ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[int, ...]:
+    """Leave one token of each image: what people read, and what engines' servers expand again."""
+    found: list[int] = []
+    at = 0
+    for image in images:
+        found += token_ids[at : image.start + 1]
+        at = image.start + image.num_tokens
+    return (*found, *token_ids[at:])

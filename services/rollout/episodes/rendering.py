@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from flotilla.services.rollout.engines.base import PromptImage
+from flotilla.services.rollout.engines.requests import condensed
 from flotilla.services.rollout.episodes.special_tokens import SpecialTokens
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import ModelError
@@ -223,16 +224,6 @@ class ChatRenderer:
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special_tokens))
-
-
-def condensed(token_ids: Sequence[int], images: Sequence[PromptImage]) -> tuple[int, ...]:
-    """Leave one token of each image: what people read, and what engines' servers expand again."""
-    found: list[int] = []
-    at = 0
-    for image in images:
-        found += token_ids[at : image.start + 1]
-        at = image.start + image.num_tokens
-    return (*found, *token_ids[at:])
 
 
 def rendered(

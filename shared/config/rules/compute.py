@@ -1,7 +1,11 @@
 """What of the trainer's memory and kernels goes together, and what has no effect."""
 
+from collections.abc import Iterator
+
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
+from flotilla.shared.config.sections.asynchrony import AsynchronyConfig, OnWeightUpdate
 from flotilla.shared.config.sections.data import DataConfig
+from flotilla.shared.config.sections.engine import EngineConfig, SglangEngineConfig, TorchEngineConfig
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import OffloadConfig, ParallelismConfig
@@ -80,7 +84,12 @@ def check_offload(offload: OffloadConfig, *, shares_devices: bool, has_adapters:
 
 
 def check_images(
-    parallelism: ParallelismConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, *, finished: bool
+    parallelism: ParallelismConfig,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    asynchrony: AsynchronyConfig,
+    *,
+    finished: bool,
 ) -> None:
     """Check what does not go with images in prompts.
 
@@ -90,7 +99,7 @@ def check_images(
     teacher = algorithm.distillation
     for is_asked, name, way in (
         (finished, "job.kind sft, preference, kto or reward_model", "train with reinforcement"),
-        (rollout.engine.kind != "torch", f"rollout.engine.kind {rollout.engine.kind}", "use torch"),
+        *_images_at_servers(rollout.engine, asynchrony),
         (rollout.agents is not None, "rollout.agents", "leave it out"),
         *(
             (
@@ -113,6 +122,29 @@ def check_images(
     ):
         if is_asked:
             raise ValueError(f"data.images does not go with {name}: {way}, or leave images out")
+
+
+def _images_at_servers(engine: EngineConfig, asynchrony: AsynchronyConfig) -> Iterator[tuple[bool, str, str]]:
+    """List what does not go with images where a server samples: whether it is asked for, what, and what to do."""
+    if isinstance(engine, TorchEngineConfig):
+        return
+    yield (
+        asynchrony.on_weight_update is OnWeightUpdate.CONTINUE,
+        f"asynchrony.on_weight_update continue and rollout.engine.kind {engine.kind}, whose features of images are of "
+        "the weights before",
+        "use interrupt or drain",
+    )
+    yield (
+        asynchrony.publication.lora == "adapters",
+        f"asynchrony.publication.lora adapters and rollout.engine.kind {engine.kind}, which adds none to the tower",
+        "publish merged",
+    )
+    if isinstance(engine, SglangEngineConfig):
+        yield (
+            engine.update_weights_from == "distributed",
+            "rollout.engine.update_weights_from distributed",
+            "use disk or tensor",
+        )
 
 
 def check_router_replay(

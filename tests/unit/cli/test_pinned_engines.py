@@ -52,8 +52,11 @@ async def test_an_environment_is_made_once(tmp_path: Path, name: str, device: st
     assert (path / "bin" / "tool").read_text() == f"#!{path}/bin/python\n"
     assert [each.name for each in path.parent.iterdir()] == ["engine"]
     assert len(said) == len(pip.commands) > 1
-    has_site = any(path.glob("lib/*/site-packages/sitecustomize.py"))
-    assert has_site is (name == "sglang" and device == "cpu")
+    [packages] = path.glob("lib/*/site-packages")
+    site = ENGINES[name].site if device == "cpu" else ()
+    assert {each.name for each in packages.glob("*.py")} == set(site)
+    imported = [line for file in packages.glob("*.pth") for line in file.read_text().splitlines()]
+    assert imported == [f"import {each.removesuffix('.py')}" for each in site]
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), subprocess.CalledProcessError(1, ["pip"])])

@@ -29,6 +29,11 @@ def test_images_need_no_more_than_their_section() -> None:
     assert (spec.data.images.column, spec.model.vision_tower) == ("images", "frozen")
 
 
+@pytest.mark.parametrize("kind", ["torch", "sglang", "vllm"])
+def test_every_engine_goes_with_images(kind: str) -> None:
+    assert a_spec(rollout={"engine": {"kind": kind}}).rollout.engine.kind == kind
+
+
 @pytest.mark.parametrize("parallelism", [{"ranks": 2}, {"ranks": 4, "replicas": 2}])
 def test_ranks_that_compute_other_sequences_go_with_images(parallelism: dict[str, int]) -> None:
     assert a_spec(parallelism=parallelism).parallelism.ranks == parallelism["ranks"]
@@ -43,7 +48,26 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"rollout": {"engine": {"kind": "sglang"}}}, "rollout.engine.kind sglang"),
+        (
+            {"rollout": {"engine": {"kind": "vllm"}}, "asynchrony": {"on_weight_update": "continue"}},
+            "continue and rollout.engine.kind vllm",
+        ),
+        (
+            {
+                "model": {"path": "/models/vl", "lora": {"rank": 4}},
+                "rollout": {"engine": {"kind": "vllm"}},
+                "asynchrony": {"publication": {"lora": "adapters"}},
+            },
+            "lora adapters and rollout.engine.kind vllm",
+        ),
+        (
+            {"rollout": {"engine": {"kind": "sglang", "update_weights_from": "distributed"}}},
+            "update_weights_from distributed",
+        ),
+        (
+            {"rollout": {"engine": {"kind": "vllm", "options": {"limit-mm-per-prompt": "{}"}}}},
+            "it is set by data.images",
+        ),
         ({"rollout": {"agents": {}}}, "rollout.agents"),
         (
             {"algorithm": {"distillation": {"servers": [{"url": "http://t.example.com", "kind": "sglang"}]}}},

@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
 from flotilla.services.rollout.engines.decoders.generic import CachedDecoder, ModelWeights, padded_left
-from flotilla.shared.errors import DataError
 from flotilla.shared.vision.processor import ImageProcessor
 from flotilla.shared.vision.spans import ImageSpan, grid_positions
 from flotilla.shared.vision.tower import PlacedImages, Tower
@@ -46,9 +45,7 @@ class VisionDecoder(CachedDecoder):
     def check_images(self, images: Sequence[PromptImage]) -> None:
         """Process images ahead of their prefill; see ``IllustratedDecoder.check_images``."""
         for image in images:
-            rows, columns = self._processor.grid_of(image.data)
-            if rows * columns != image.num_tokens:
-                raise DataError(f"an image has {image.num_tokens} tokens in the prompt, and {rows * columns} here")
+            self._processor.check_tokens(image.data, image.num_tokens)
 
     def prefill(
         self,

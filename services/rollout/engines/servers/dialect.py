@@ -10,17 +10,18 @@ may be taken for a version of ours. So each engine's labels have a mark of their
 """
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flotilla.services.rollout.engines.base import GenerationRequest
+from flotilla.services.rollout.engines.base import GenerationRequest, PromptImage
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.schemas.engine import EngineCapability
+from flotilla.shared.vision.processor import ImageProcessor
 
 MARK_BYTES = 4
 
@@ -116,6 +117,21 @@ class Known:
 
     prompt_tokens: int
     generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImages:
+    """The images of a prompt that a completion is asked for.
+
+    Attributes:
+        images: in order; not none.
+        processor: of the model, which has counted their tokens.
+        serving: the version that serves now: what a tower computed under another one is not to be used again.
+    """
+
+    images: Sequence[PromptImage]
+    processor: ImageProcessor
+    serving: int
 
 
 class Caller(Protocol):
@@ -232,6 +248,8 @@ class Dialect(Protocol):
     """Its answer has the label of the weights that it serves, as ``weight_version``."""
     asks_when_idle: bool
     """Whether ``load`` wants to be called while nothing is sampled as well."""
+    places_images: bool
+    """Whether it is told by places which tokens are images'; else every token of their kind is, a sampled one, too."""
     prover: Prover | None
     """How it tells what it has in memory; None if it cannot."""
     adapters: Adapting | None
@@ -275,6 +293,13 @@ class Dialect(Protocol):
             prefix: tokens that it has already and keeps.
             request_id: of this completion.
             serving: the version that serves now; completions begun under different ones share no KV cache.
+        """
+
+    def with_images(self, body: Body, shown: ShownImages) -> Body:
+        """Have the body for a completion, as ``body`` made it, show the images of its prompt; takes a while.
+
+        Raises:
+            InvalidRequest: the server cannot be told which of the tokens are images'.
         """
 
     def sampled(self, reply: Body) -> Sampled:

@@ -112,7 +112,10 @@ class ServerEngine:
         try:
             async with asyncio.timeout(settings.start_seconds):
                 self._model = await asyncio.to_thread(
-                    read_served_model, settings.model_path, records_experts=settings.records_experts
+                    read_served_model,
+                    settings.model_path,
+                    records_experts=settings.records_experts,
+                    images=settings.images,
                 )
                 self._context_tokens = min(
                     settings.context_tokens, self._model.max_positions or settings.context_tokens

@@ -6,13 +6,14 @@ Names and shapes are compared before an image is loaded, since a tensor of a wro
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.checkpoint import (
     TensorHeader,
     check_headers,
@@ -21,8 +22,10 @@ from flotilla.services.rollout.engines.decoders.checkpoint import (
 )
 from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters
-from flotilla.shared.errors import ModelError, Unavailable, WeightTransferFailed
+from flotilla.shared.config.sections.images import ImagesConfig
+from flotilla.shared.errors import DataError, InvalidRequest, ModelError, Unavailable, WeightTransferFailed
 from flotilla.shared.models.weight_files import safetensors_files
+from flotilla.shared.vision.processor import ImageProcessor, processor_of
 
 PREFIX = "flotilla-engine-"
 HEAD = frozenset({"lm_head.weight"})
@@ -38,6 +41,7 @@ class ServedModel:
         shapes: of the checkpoint's tensors by name.
         is_tied: whether the head is the embedding, so that a checkpoint or an image may leave it out.
         routers: of a mixture of experts whose routers are recorded.
+        processor: of images; None where prompts have none.
     """
 
     vocab_size: int
@@ -45,6 +49,22 @@ class ServedModel:
     shapes: Mapping[str, tuple[int, ...]]
     is_tied: bool
     routers: ServedRouters | None = None
+    processor: ImageProcessor | None = None
+
+    def processor_for(self, images: Sequence[PromptImage]) -> ImageProcessor:
+        """Return what processes the images of a prompt, and has processed these; takes a while.
+
+        Raises:
+            InvalidRequest: prompts have no images here, or one of these is not what the prompt has tokens for.
+        """
+        if self.processor is None:
+            raise InvalidRequest("a prompt has images, and data.images is not set")
+        try:
+            for image in images:
+                self.processor.check_tokens(image.data, image.num_tokens)
+        except DataError as error:
+            raise InvalidRequest(error.detail) from error
+        return self.processor
 
     def check_fits(self, image: Path) -> None:
         """Check that an image holds the model's tensors.
@@ -63,15 +83,19 @@ class ServedModel:
         check_headers(tensors, self.shapes, optional=HEAD if self.is_tied else frozenset())
 
 
-def read_served_model(directory: Path, *, records_experts: bool = False) -> ServedModel:
+def read_served_model(
+    directory: Path, *, records_experts: bool = False, images: ImagesConfig | None = None
+) -> ServedModel:
     """Read a model directory.
 
     Args:
         directory: of the model.
         records_experts: whether what its routers choose is recorded.
+        images: that prompts have; its processor is loaded then, which takes seconds.
 
     Raises:
-        ModelError: it is no model, its weights cannot be read, or it has no routers that can be recorded.
+        ModelError: it is no model, its weights cannot be read, it has no routers that can be recorded, or it takes no
+            images.
     """
     config = read_config(directory)
     text: Mapping[str, Any] = config.get("text_config") or config
@@ -88,6 +112,7 @@ def read_served_model(directory: Path, *, records_experts: bool = False) -> Serv
         shapes={name: header.shape for name, header in headers.items()},
         is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         routers=ServedRouters.of(text) if records_experts else None,
+        processor=None if images is None else processor_of(directory, images),
     )
 
 

@@ -39,6 +39,13 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Weights that servers make of several, one after the other, by a part of their names."""
+RENAMED: tuple[tuple[str, str], ...] = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("visual.", "model.visual."),
+    ("model.", "model.language_model."),
+)
+"""How names of parts of vision-language models begin at servers, and in the model's files."""
 MIN_DIGITS = 16
 """Of a hash that counts."""
 MAX_UNANSWERED = 3
@@ -48,12 +55,14 @@ WIRE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16"
 
 def parts_of(name: str, known: Collection[str]) -> tuple[str, ...]:
     """Name the checkpoint's tensors that one of a server's is made of; none where it is not known."""
-    if name in known:
-        return (name,)
-    for fused, parts in FUSED.items():
-        found = tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
-        if f".{fused}." in name and all(each in known for each in found):
-            return found
+    others = [to + name.removeprefix(begins) for begins, to in RENAMED if name.startswith(begins)]
+    for written in (name, *others):
+        if written in known:
+            return (written,)
+        for fused, parts in FUSED.items():
+            found = tuple(written.replace(f".{fused}.", f".{part}.") for part in parts)
+            if f".{fused}." in written and all(each in known for each in found):
+                return found
     return ()
 
 

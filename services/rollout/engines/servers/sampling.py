@@ -13,7 +13,13 @@ from flotilla.services.rollout.engines.servers.adapters import ServedAdapters
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
 from flotilla.services.rollout.engines.servers.connection import Connection
-from flotilla.services.rollout.engines.servers.dialect import Dialect, VersionLabels, VersionLost
+from flotilla.services.rollout.engines.servers.dialect import (
+    Body,
+    Dialect,
+    ShownImages,
+    VersionLabels,
+    VersionLost,
+)
 from flotilla.services.rollout.engines.servers.gate import UpdateGate
 from flotilla.services.rollout.engines.servers.in_flight import Active, InFlight, what_it_has
 from flotilla.services.rollout.engines.servers.model import ServedModel
@@ -109,7 +115,9 @@ class Sampler:
         num_resumed: int | None = None
         made = unstarted_completion(request, index)
         prefix = request.prefixes[index] if request.prefixes else None
-        if prefix is not None and not request.resume.allows(prefix.versions, self._serving()):
+        if prefix is not None and not (
+            request.resume.allows(prefix.versions, self._serving()) and self._is_sendable(prefix, request, model)
+        ):
             prefix = None
         while await self._may_ask(active, connection):
             before = self.active.num_interruptions
@@ -126,6 +134,12 @@ class Sampler:
             active.ids[index] = new_request_id()
         return made if num_resumed is None else replace(made, num_resumed=num_resumed)
 
+    def _is_sendable(self, prefix: Prefix, request: GenerationRequest, model: ServedModel) -> bool:
+        """Whether what was kept can be sent behind images: a server may take a sampled token of theirs for one more."""
+        if self._dialect.places_images or not request.images or model.processor is None:
+            return True
+        return model.processor.token_id not in prefix.token_ids
+
     async def _may_ask(self, active: Active, connection: Connection) -> bool:
         """Wait while adapters change: what is sent then would have those before, under the label of the next."""
         if self._adapters is None:
@@ -138,7 +152,7 @@ class Sampler:
         self, active: Active, index: int, prefix: Prefix | None, connection: Connection, model: ServedModel
     ) -> Completion:
         request, adapters = active.request, self._adapters
-        body = self._dialect.body(request, index, prefix, active.ids[index], self._serving())
+        body = await self._body(active, index, prefix, model)
         asked, name = (body, None) if adapters is None else (adapters.asked_with(body), adapters.serving)
         try:
             with self.active.asking(active, index):
@@ -163,6 +177,15 @@ class Sampler:
         self.generated_tokens += completion.token_ids.size - completion.num_resumed
         self.prefilled_tokens += len(request.prompt_ids) + completion.num_resumed
         return completion
+
+    async def _body(self, active: Active, index: int, prefix: Prefix | None, model: ServedModel) -> Body:
+        request = active.request
+        if not request.images:
+            return self._dialect.body(request, index, prefix, active.ids[index], self._serving())
+        processor = await asyncio.to_thread(model.processor_for, request.images)
+        serving = self._serving()
+        body = self._dialect.body(request, index, prefix, active.ids[index], serving)
+        return await asyncio.to_thread(self._dialect.with_images, body, ShownImages(request.images, processor, serving))
 
 
 def _has_no_use(active: Active, connection: Connection) -> bool:

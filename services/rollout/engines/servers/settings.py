@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.shared.config.sections.engine import Options
+from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 
 
@@ -46,6 +47,7 @@ class ServerSettings:
         records_experts: record which experts the routers of a mixture choose for each token.
         probe_seconds: between two looks at the server's health; three that fail are its death.
         adapters: that images hold alone; None: they hold whole weights.
+        images: that prompts have; None: prompts are text.
     """
 
     model_path: Path
@@ -68,6 +70,7 @@ class ServerSettings:
     records_experts: bool = False
     probe_seconds: float = 10.0
     adapters: AdapterSettings | None = None
+    images: ImagesConfig | None = None
 
     def __post_init__(self) -> None:
         if self.python is None and self.url is None:

@@ -1,25 +1,16 @@
-"""SGLang as an engine: what its servers are asked, and in which words.
+"""SGLang as an engine: how its servers are started, asked and given weights."""
 
-What goes to ``/generate`` and what comes back; pure functions.
-
-One completion is one request with an id of its own: the server aborts by prefix of the id, so all have the same length.
-"""
-
-import base64
 import json
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
 
 import httpx
-import numpy as np
-import numpy.typing as npt
 import psutil
 
-from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.base import GenerationRequest
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.command import HOST, clean_environment, flags, free_port, plain_names
@@ -33,17 +24,18 @@ from flotilla.services.rollout.engines.servers.dialect import (
     Launch,
     Prover,
     ServedHere,
+    ShownImages,
     Sleeper,
 )
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.sglang.buckets import Buckets
 from flotilla.services.rollout.engines.sglang.handles import LoadingByHandles
+from flotilla.services.rollout.engines.sglang.wire import UNKEPT, generate_body, limits_of, sampled_of, with_pictures
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.engine import OptionValue, SglangEngineConfig
 from flotilla.shared.environment.settings import ENGINE_PYTHONS
 from flotilla.shared.errors import ModelError
-from flotilla.shared.schemas.trajectory import FinishReason
 
 MODULE = "sglang.launch_server"
 MARGIN_TOKENS = 8
@@ -91,6 +83,8 @@ def command_line(settings: ServerSettings, *, port: int, key_file: str, label: s
         owned["enable_memory_saver"] = True
     if settings.records_experts:
         owned["enable_return_routed_experts"] = True
+    if settings.images is not None:
+        owned |= limits_of(settings.images)
     if ":" in settings.device:
         owned["base_gpu_id"] = int(settings.device.partition(":")[2])
     return ["-m", MODULE, *flags({**defaults, **plain_names(settings.options), **owned}, negates=False)]
@@ -109,6 +103,8 @@ def environment(settings: ServerSettings, inherited: Mapping[str, str], place: P
         # A second thread pool that spins makes both several times slower, so idle threads sleep.
         on_cpu = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
         kept |= on_cpu | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": inherited.get("OMP_NUM_THREADS", "1")}
+    if settings.images is not None:
+        kept |= UNKEPT
     interface = None if settings.group_host is None else interface_of(settings.group_host)
     if interface is not None:
         # Else gloo listens where the machine's name leads, and nccl on the first interface.
@@ -129,64 +125,6 @@ PAUSES: Mapping[OnWeightUpdate, str] = {
     OnWeightUpdate.INTERRUPT: "retract",
     OnWeightUpdate.CONTINUE: "in_place",
 }
-
-
-REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORTED}
-
-
-def generate_body(
-    request: GenerationRequest, request_id: str, prefix: Prefix | None, *, serving: int
-) -> dict[str, Any]:
-    """Make the body that asks for one completion.
-
-    Args:
-        request: what is asked of the engine.
-        request_id: of this completion.
-        prefix: tokens that it has already and keeps.
-        serving: the version that serves now; completions begun under different ones share no KV cache.
-    """
-    kept = prefix.token_ids if prefix is not None else ()
-    return {
-        "rid": request_id,
-        "input_ids": [*request.prompt_ids, *kept],
-        "sampling_params": _sampling(request.sampling, len(kept)),
-        "return_logprob": True,
-        "cache_salt": str(serving),
-    }
-
-
-def _sampling(sampling: SamplingParameters, num_kept: int) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens - num_kept,
-        "temperature": 0.0 if sampling.greedy else sampling.temperature,
-        "top_k": -1 if sampling.greedy or not sampling.top_k else sampling.top_k,
-        "top_p": 1.0 if sampling.greedy else sampling.top_p,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.min_p and not sampling.greedy:
-        body["min_p"] = sampling.min_p
-    if sampling.stop_token_ids and not sampling.ignore_eos:
-        # With ignore_eos the server ignores these as well: the completion is cut when it comes.
-        body["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    return body
-
-
-def sampled_of(reply: Mapping[str, Any]) -> Sampled:
-    """Read a reply of ``/generate``; errors as of ``Dialect.sampled``."""
-    facts = reply["meta_info"]
-    return Sampled(
-        token_ids=[int(token) for token in reply.get("output_ids") or ()],
-        scores=[(int(triple[1]), float(triple[0])) for triple in facts.get("output_token_logprobs") or ()],
-        spans=list(facts.get("weight_versions") or ()),
-        reason=REASONS[facts["finish_reason"]["type"]],
-        experts=None if (routed := facts.get("routed_experts")) is None else _experts(routed),
-    )
-
-
-def _experts(written: str) -> npt.NDArray[np.int32]:
-    return np.frombuffer(base64.b64decode(written, validate=True), np.dtype("<i4"))
 
 
 class SglangSleeper:
@@ -238,6 +176,7 @@ class SglangDialect:
     health_path = "/health"
     label_path = "/model_info"
     asks_when_idle = False
+    places_images = False
     prover: Prover | None = SglangProver()
     adapters: Adapting | None = None
     """Its backend for CPUs needs memory that is pinned for a GPU, and no other has been tried."""
@@ -278,6 +217,10 @@ class SglangDialect:
         """Make a body of ``/generate``; seeds have no effect there."""
         body = generate_body(request, request_id, prefix, serving=serving)
         return body | {"return_routed_experts": True} if self._records_experts else body
+
+    def with_images(self, body: Body, shown: ShownImages) -> Body:
+        """Add them encoded, with one token for each."""
+        return with_pictures(body, shown)
 
     def sampled(self, reply: Body) -> Sampled:
         """Read a reply of ``/generate``."""

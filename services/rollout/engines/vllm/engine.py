@@ -26,11 +26,13 @@ from flotilla.services.rollout.engines.servers.dialect import (
     Launch,
     Prover,
     ServedHere,
+    ShownImages,
     Sleeper,
     label_in,
 )
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.vllm.features import features_of, limits_of
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.engine import MAX_ADAPTER_RANK, OptionValue, VllmEngineConfig
 from flotilla.shared.environment.settings import ENGINE_PYTHONS
@@ -63,6 +65,11 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
     defaults: dict[str, OptionValue] = {"uvicorn_log_level": "warning", "disable_uvicorn_access_log": True}
     if settings.device == "cpu":
         defaults |= ON_CPU
+    if settings.images is not None:
+        # Requests bring their pixels, and what the tower makes of them is kept by itself.
+        defaults["mm_processor_cache_gb"] = 0
+        if settings.device == "cpu":
+            defaults["skip_mm_profiling"] = True
     owned: dict[str, OptionValue] = {
         # Relative to its directory: a Unix socket's path is short, and whoever reaches it may do anything.
         "uds": SOCKET,
@@ -74,6 +81,8 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
         "skip_tokenizer_init": not settings.decodes,
         "enable_scale_out": True,
     }
+    if settings.images is not None:
+        owned |= limits_of(settings.images)
     if settings.adapters is not None:
         room = next(each for each in RANKS if each >= settings.adapters.rank)
         owned |= {"enable_lora": True, "max_loras": MAX_HELD, "max_cpu_loras": MAX_HELD, "max_lora_rank": room}
@@ -274,6 +283,7 @@ class VllmDialect:
     """Its own ``/health`` asks the front alone: this one goes through the process that samples."""
     label_path = "/weight_info"
     asks_when_idle = True
+    places_images = True
     prover: Prover | None = VllmProver()
     adapters: Adapting | None = VllmAdapters()
     sleeper: Sleeper | None = VllmSleeper()
@@ -338,6 +348,10 @@ class VllmDialect:
     ) -> Body:
         """Make a body of ``/inference/v1/generate``."""
         return generate_body(request, index, prefix, request_id, serving)
+
+    def with_images(self, body: Body, shown: ShownImages) -> Body:
+        """Add their pixels and places."""
+        return {**body, "features": features_of(shown)}
 
     def sampled(self, reply: Body) -> Sampled:
         """Read a reply of ``/inference/v1/generate``."""

@@ -11,7 +11,7 @@ from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import completion_of
 from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.sglang import engine as sglang
+from flotilla.services.rollout.engines.sglang import wire as sglang
 from flotilla.shared.errors import ModelError
 from flotilla.shared.schemas.routing import RoutedExperts, RoutingSizes
 from flotilla.shared.schemas.trajectory import FinishReason

@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
-from flotilla.services.rollout.engines.sglang.engine import generate_body, sampled_of
+from flotilla.services.rollout.engines.sglang.wire import generate_body, sampled_of
 from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.requests import a_request
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from flotilla.shared.errors import DataError
-from flotilla.shared.vision.files import MOST_BYTES, check_file, pixels_of, size_of
+from flotilla.shared.vision.files import MOST_BYTES, check_file, pixels_of, plain_of, size_of
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
@@ -77,3 +77,27 @@ def test_a_pipe_is_no_picture_and_nobody_waits_for_it(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="is no file"):
         check_file(tmp_path / "picture.png")
+
+
+def turned() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(Image.effect_noise((12, 8), 90).convert("RGB"), "JPEG", exif=exif)
+
+
+def see_through() -> bytes:
+    noise = Image.effect_noise((12, 8), 90)
+    return encoded(Image.merge("RGBA", (noise, noise, noise, noise)))
+
+
+@pytest.mark.parametrize("data", [turned(), see_through(), encoded(Image.effect_noise((12, 8), 90), "GIF")])
+def test_a_plain_picture_is_decoded_by_anybody_as_it_is_seen_here(data: bytes) -> None:
+    with Image.open(io.BytesIO(plain_of(data))) as found:
+        assert (found.format, found.mode) == ("PNG", "RGB")
+        assert found.tobytes() == pixels_of(data).tobytes()
+
+
+def test_a_picture_that_is_plain_already_stays_what_it_is() -> None:
+    data = encoded(Image.effect_noise((12, 8), 90).convert("RGB"))
+
+    assert plain_of(data) is data

@@ -1,15 +1,24 @@
 """What is asked of SGLang's ``/generate``, and how its replies are read."""
 
+import base64
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
-from flotilla.services.rollout.engines.sglang.wire import generate_body, sampled_of
+from flotilla.services.rollout.engines.servers.dialect import ShownImages
+from flotilla.services.rollout.engines.sglang.wire import generate_body, limits_of, sampled_of, with_pictures
+from flotilla.shared.config.sections.images import ImagesConfig
+from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.trajectory import FinishReason
+from flotilla.shared.vision.files import plain_of
 from tests.contract.engine.requests import a_request
+from tests.vision_models import IMAGE_TOKEN, a_picture
 
 BEGUN = Prefix((8, 9), (-0.5, -0.25), ((0, 3),))
 
@@ -90,3 +99,35 @@ def test_an_abort_before_the_first_token_gives_what_the_request_came_with() -> N
 def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"reply|belong|finite|spans|invalid literal|vocabulary|at most"):
         completion_of(sampled_of, reply, a_request(), 0, None, int, vocab_size=96)
+
+
+def shown(*images: bytes) -> ShownImages:
+    placed = [PromptImage(4 * number + 1, 3, image) for number, image in enumerate(images)]
+    return ShownImages(placed, SimpleNamespace(token_id=IMAGE_TOKEN), 3)  # type: ignore[arg-type]
+
+
+def test_images_are_sent_as_they_are_seen_with_one_token_for_each() -> None:
+    first, other = a_picture(seed=1), a_picture(seed=2, form="BMP")
+    body = {"input_ids": [7, *[IMAGE_TOKEN] * 3, 8, *[IMAGE_TOKEN] * 3, 9], "rid": "a"}
+
+    found = with_pictures(body, shown(first, other))
+
+    assert found["input_ids"] == [7, IMAGE_TOKEN, 8, IMAGE_TOKEN, 9]
+    assert found["rid"] == "a"
+    sent = [base64.b64decode(each.removeprefix("data:image/png;base64,")) for each in found["image_data"]]
+    assert sent == [first, plain_of(other)]
+
+
+def test_a_sampled_token_of_an_image_is_refused_behind_images() -> None:
+    body = {"input_ids": [7, *[IMAGE_TOKEN] * 3, 8, IMAGE_TOKEN]}
+
+    with pytest.raises(InvalidRequest, match=f"sampled token {IMAGE_TOKEN}"):
+        with_pictures(body, shown(a_picture()))
+
+
+def test_bounds_of_the_spec_are_the_servers() -> None:
+    given = limits_of(ImagesConfig(max_pixels=900, max_per_prompt=2))
+
+    assert json.loads(str(given["mm_process_config"])) == {"image": {"max_pixels": 900}}
+    assert json.loads(str(given["limit_mm_data_per_request"])) == {"image": 2}
+    assert "mm_process_config" not in limits_of(ImagesConfig())

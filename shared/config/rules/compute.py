@@ -141,6 +141,12 @@ def _images_at_servers(engine: EngineConfig, asynchrony: AsynchronyConfig) -> It
     )
     if isinstance(engine, SglangEngineConfig):
         yield (
+            engine.url is not None,
+            "rollout.engine.url of kind sglang, a server that may keep what a tower made of images before its weights "
+            "were replaced",
+            "let the rollout start it",
+        )
+        yield (
             engine.update_weights_from == "distributed",
             "rollout.engine.update_weights_from distributed",
             "use disk or tensor",

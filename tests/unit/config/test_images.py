@@ -65,6 +65,10 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
             "update_weights_from distributed",
         ),
         (
+            {"rollout": {"engine": {"kind": "sglang", "url": "http://127.0.0.1:30000"}}},
+            "rollout.engine.url of kind sglang",
+        ),
+        (
             {"rollout": {"engine": {"kind": "vllm", "options": {"limit-mm-per-prompt": "{}"}}}},
             "it is set by data.images",
         ),

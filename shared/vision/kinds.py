@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-GRID_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+GRID_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 """Kinds of models whose images are grids of patches with positions of three axes."""
 
 

@@ -358,14 +358,14 @@ class RecomputingDecoder(KeepsNothing):
         for sequence, targets in zip(sequences, rows, strict=True):
             for row in targets:
                 self._rows[row] = sequence.tolist()
-        return self._compute([sequence.tolist() for sequence in sequences])
+        return self._compute_rows([targets[0] for targets in rows])
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
         """Append one token to each of the first B rows; see ``Decoder.decode``."""
         for row, (token, length) in enumerate(zip(token_ids.tolist(), lengths.tolist(), strict=True)):
             self._rows[row] = [*self._rows[row][:length], token]
-        return self._compute(self._rows[: token_ids.shape[0]])
+        return self._compute_rows(range(token_ids.shape[0]))
 
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy rows to other rows."""
@@ -375,7 +375,9 @@ class RecomputingDecoder(KeepsNothing):
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Do nothing: there is no KV."""
 
-    def _compute(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+    def _compute_rows(self, rows: Sequence[int]) -> Tensor:
+        """Compute the logits behind the sequences of some rows: [B, V]."""
+        sequences = [self._rows[row] for row in rows]
         of_length: dict[int, list[int]] = defaultdict(list)
         for index, sequence in enumerate(sequences):
             of_length[len(sequence)].append(index)
@@ -449,6 +451,7 @@ def choose_decoder(
     num_rows: int,
     files: Sequence[Path] = (),
     make_cached: Callable[[nn.Module, ModelWeights, int], CachedDecoder] = CachedDecoder,
+    make_plain: Callable[[nn.Module, ModelWeights, int], RecomputingDecoder] = RecomputingDecoder,
 ) -> CachedDecoder | RecomputingDecoder:
     """Take the cached decoder if it agrees with the plain forward on a few sequences, else the one that recomputes."""
     weights = ModelWeights(model, files)
@@ -461,7 +464,7 @@ def choose_decoder(
         if difference < PROBE_TOLERANCE[dtype]:
             return make_cached(model, weights, num_rows)
         log.warning("model computes otherwise with a cache", extra={"largest_difference": difference})
-    return RecomputingDecoder(model, weights, num_rows)
+    return make_plain(model, weights, num_rows)
 
 
 def _largest_difference(cached: CachedDecoder, plain: RecomputingDecoder) -> float:

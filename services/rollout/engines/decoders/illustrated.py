@@ -1,10 +1,10 @@
-"""A decoder of vision-language models: what ``CachedDecoder`` does, with images in prompts.
+"""Decoders of vision-language models: what ``CachedDecoder`` and ``RecomputingDecoder`` do, with images in prompts.
 
 The tokens of an image take fewer positions than there are of them, so the position of a sampled token is told by the
 number of cached tokens and a difference that its row keeps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,12 @@ from transformers.cache_utils import DynamicCache
 
 from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
-from flotilla.services.rollout.engines.decoders.generic import CachedDecoder, ModelWeights, padded_left
+from flotilla.services.rollout.engines.decoders.generic import (
+    CachedDecoder,
+    ModelWeights,
+    RecomputingDecoder,
+    padded_left,
+)
 from flotilla.shared.vision.processor import ImageProcessor
 from flotilla.shared.vision.spans import ImageSpan, grid_positions
 from flotilla.shared.vision.tower import PlacedImages, Tower
@@ -39,8 +44,7 @@ class VisionDecoder(CachedDecoder):
         self._differences = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._move_cached = self.move_rows
         self.move_rows = self._move_rows
-        self._switch_weights, self._restore_weights = self.switch, self.restore
-        self.switch, self.restore = self._switch, self._restore
+        self.switch, self.restore = (_and_then(each, self._tower.forget) for each in (self.switch, self.restore))
 
     def check_images(self, images: Sequence[PromptImage]) -> None:
         """Process images ahead of their prefill; see ``IllustratedDecoder.check_images``."""
@@ -96,13 +100,90 @@ class VisionDecoder(CachedDecoder):
         super().release()
         self._tower.forget()
 
-    def _switch(self) -> None:
-        self._switch_weights()
-        self._tower.forget()
 
-    def _restore(self) -> None:
-        self._restore_weights()
-        self._tower.forget()
+class RecomputingVisionDecoder(RecomputingDecoder):
+    """An ``IllustratedDecoder`` without a cache, as ``RecomputingDecoder``; what a tower computed of images is kept.
+
+    Args:
+        processor: of the model's folder.
+        model: of transformers, with a tower.
+        weights: the same model's.
+        num_rows: rows.
+    """
+
+    def __init__(self, processor: ImageProcessor, model: nn.Module, weights: ModelWeights, num_rows: int) -> None:
+        super().__init__(model, weights, num_rows)
+        self.description = f"{self.description}, with images"
+        self._model: Any = model
+        self._tower = Tower(model.base_model, processor, is_frozen=True)
+        self._processor = processor
+        self._images: list[tuple[PromptImage, ...]] = [()] * num_rows
+        forget = self._tower.forget
+        self.switch, self.restore, self.release = (
+            _and_then(each, forget) for each in (self.switch, self.restore, self.release)
+        )
+
+    def check_images(self, images: Sequence[PromptImage]) -> None:
+        """Process images ahead of their prefill; see ``IllustratedDecoder.check_images``."""
+        for image in images:
+            self._processor.check_tokens(image.data, image.num_tokens)
+
+    def prefill(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
+        """Remember and compute sequences of text; see ``Decoder.prefill``."""
+        return self.prefill_illustrated(sequences, rows, [()] * len(sequences))
+
+    @torch.inference_mode()
+    def prefill_illustrated(
+        self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+    ) -> Tensor:
+        """Remember and compute sequences with images; see ``IllustratedDecoder.prefill_illustrated``."""
+        for sequence, targets, had in zip(sequences, rows, images, strict=True):
+            for row in targets:
+                self._rows[row], self._images[row] = sequence.tolist(), tuple(had)
+        return self._compute_rows([targets[0] for targets in rows])
+
+    def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
+        """Copy rows to other rows."""
+        super().move_rows(sources, targets, longest)
+        for source, target in zip(sources, targets, strict=True):
+            self._images[target] = self._images[source]
+
+    def _compute_rows(self, rows: Sequence[int]) -> Tensor:
+        dtype = self._model.get_output_embeddings().weight.dtype
+        logits = torch.empty((len(rows), self.vocab_size), dtype=dtype, device=self._device)
+        plain = [place for place, row in enumerate(rows) if not self._images[row]]
+        if plain:
+            logits[plain] = super()._compute_rows([rows[place] for place in plain])
+        for place, row in enumerate(rows):
+            if self._images[row]:
+                logits[place] = self._shown(self._rows[row], self._images[row])
+        return logits
+
+    def _shown(self, sequence: Sequence[int], images: Sequence[PromptImage]) -> Tensor:
+        """Compute the logits behind a sequence with images: [V]."""
+        token_ids = torch.tensor([sequence], device=self._device)
+        spans = [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in images]
+        positions = torch.from_numpy(grid_positions(len(sequence), spans)).unsqueeze(1)
+        found = self._model.base_model.language_model(
+            **self._tower.arguments(token_ids, _placed([images], [len(sequence)], len(sequence)).to(self._device)),
+            position_ids=positions.to(self._device),
+            use_cache=False,
+        )
+        logits: Tensor = self._model.get_output_embeddings()(found.last_hidden_state[0, -1])
+        return logits
+
+
+def _and_then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _placed(images: Sequence[Sequence[PromptImage]], lengths: Sequence[int], width: int) -> PlacedImages:

@@ -132,25 +132,27 @@ def _by_transformers(
     # Imported here: transformers takes seconds to import, and the fused forward does without it.
     from flotilla.services.rollout.engines.decoders.generic import (
         CachedDecoder,
+        RecomputingDecoder,
         WholeScorer,
         choose_decoder,
         load_model,
     )
-    from flotilla.services.rollout.engines.decoders.illustrated import VisionDecoder
+    from flotilla.services.rollout.engines.decoders.illustrated import RecomputingVisionDecoder, VisionDecoder
     from flotilla.services.rollout.engines.decoders.routed import RecordingDecoder
     from flotilla.shared.models.routers import Routing
 
     dtype = DTYPES[settings.dtype]
     files = safetensors_files(directory)
     make_cached: Callable[..., CachedDecoder] = CachedDecoder
+    make_plain: Callable[..., RecomputingDecoder] = RecomputingDecoder
     if settings.image_pixels is not None:
         least, most = settings.image_pixels
         processor = ImageProcessor.from_directory(directory, min_pixels=least, max_pixels=most)
-        make_cached = partial(VisionDecoder, processor)
+        make_cached, make_plain = partial(VisionDecoder, processor), partial(RecomputingVisionDecoder, processor)
     model = load_model(directory, dtype, device)
     if settings.records_experts:
         make_cached = partial(RecordingDecoder, Routing(model))
-    decoder = choose_decoder(model, dtype, settings.slots, files, make_cached)
+    decoder = choose_decoder(model, dtype, settings.slots, files, make_cached, make_plain)
     if settings.records_experts and not isinstance(decoder, RecordingDecoder):
         raise ModelError(
             f"algorithm.router_replay R3 does not work with {type(model).__name__} here, which is computed without a "

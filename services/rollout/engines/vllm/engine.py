@@ -78,7 +78,8 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
         "max_num_seqs": settings.slots,
         "max_model_len": context_tokens,
         "logprobs_mode": logprobs_mode,
-        "skip_tokenizer_init": not settings.decodes,
+        # Its processors of images need one to begin with.
+        "skip_tokenizer_init": not settings.decodes and settings.images is None,
         "enable_scale_out": True,
     }
     if settings.images is not None:

@@ -15,6 +15,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -97,13 +99,18 @@ def save_vision_model(
         "eos_token_id": END,
     }
     model: Any
-    if kind == "qwen3_5":
+    if kind.startswith("qwen3_5"):
         tower |= {"num_position_embeddings": 16}
         sizes |= {"head_dim": hidden // 4, "layer_types": ["linear_attention", "full_attention"]}
         sizes |= {f"linear_{each}": 8 for each in ("key_head_dim", "value_head_dim")}
         sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         sizes["rope_parameters"] |= {"partial_rotary_factor": 1.0}
-        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=sizes, vision_config=tower, **ids))
+        if kind == "qwen3_5":
+            model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=sizes, vision_config=tower, **ids))
+        else:
+            sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            sizes |= {"shared_expert_intermediate_size": 16}
+            model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=sizes, vision_config=tower, **ids))
     elif kind == "qwen2_5_vl":
         tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=sizes, vision_config=tower, **ids))

@@ -22,9 +22,10 @@ from transformers import (
 )
 
 from flotilla.services.trainer.tiny_models.recipe import ModelRecipe, Recipe
-from flotilla.services.trainer.tiny_models.shrinking import GRIDS, PATCH, shrunk
+from flotilla.services.trainer.tiny_models.shrinking import PATCH, shrunk
 from flotilla.services.trainer.tiny_models.tokenizer import TURN_END, VISION, make_tokenizer
 from flotilla.shared.errors import ModelError
+from flotilla.shared.vision.kinds import GRID_MODELS
 
 END_PROBABILITY: Final = 0.15
 ANSWER_PROBABILITY: Final = 0.3
@@ -52,7 +53,7 @@ def make_models(recipe: Recipe, folder: Path) -> None:
 def _make(recipe: ModelRecipe, common: Recipe, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     torch.manual_seed(recipe.seed)
     config = _config(recipe, tokenizer, common.max_tokens)
-    takes_images = config.model_type in GRIDS
+    takes_images = config.model_type in GRID_MODELS
     kind: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     kind = AutoModelForSequenceClassification if recipe.scores else kind
     try:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from flotilla.shared.vision.kinds import GRID_MODELS
+
 Section = Mapping[str, Any]
 """Of a config."""
 Value = Any
@@ -11,8 +13,6 @@ NUM_LAYERS: Final = 2
 NUM_EXPERTS: Final = 4
 PATCH: Final = 4
 VISION_SECTIONS: Final = ("vision_config",)
-GRIDS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Kinds whose positions have three axes, which share the dimensions of a head."""
 SIZES: Final[Mapping[str, int]] = {
     "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": HEADS, "num_key_value_heads": KEY_VALUE_HEADS, "head_dim": HEAD_DIM,
@@ -80,7 +80,7 @@ def _with_layers(config: dict[str, Value]) -> dict[str, Value]:
 def _with_positions(config: dict[str, Value]) -> dict[str, Value]:
     """Divide a head among the axes of positions, where there are several."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    is_grid = str(config.get("model_type", "")).removesuffix("_text") in GRIDS and "text_config" not in config
+    is_grid = str(config.get("model_type", "")).removesuffix("_text") in GRID_MODELS and "text_config" not in config
     if not isinstance(rope, Mapping) or not ("mrope_section" in rope or is_grid):
         return config
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -15,15 +15,16 @@ from tests.integration.trainer.test_images_agree import (
     a_learner,
     an_engine,
     answered,
+    folder_kind,
     test_sampled_tokens_have_the_log_probs_of_transformers_own_forward,  # noqa: F401  of this folder, too
     test_the_tower_trains_where_the_spec_says_so,  # noqa: F401
 )
 from tests.vision_models import save_vision_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_vision_model(tmp_path_factory.mktemp("model"), "qwen3_5")
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_vision_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 def log_probs_of(learner: Learner, groups: list[Group]) -> torch.Tensor:
@@ -53,7 +54,7 @@ def test_the_trainer_gives_sampled_tokens_the_engines_log_probs(folder: Path) ->
 
 
 def test_samples_that_go_on_under_new_weights_see_their_pictures(folder: Path, tmp_path: Path) -> None:
-    other = save_vision_model(tmp_path / "other", "qwen3_5", seed=1)
+    other = save_vision_model(tmp_path / "other", folder_kind(folder), seed=1)
     learners = [a_learner(folder), a_learner(other)]
     groups = answered(folder, other / "model.safetensors")
     batch = make_batch(groups, processor=learners[0].processor)

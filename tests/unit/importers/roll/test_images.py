@@ -57,7 +57,7 @@ def test_devices_beside_images_are_ranks_that_each_compute_other_sequences() -> 
     assert made.spec.parallelism.tensor_parallel == 1
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "OpenGVLab/InternVL3-8B", "llava-hf/llava-1.5-7b-hf"])
+@pytest.mark.parametrize("model", ["OpenGVLab/InternVL3-8B", "llava-hf/llava-1.5-7b-hf"])
 @pytest.mark.parametrize("system", ["roll", "verl"])
 def test_models_whose_images_are_not_computed_here_are_refused_by_name(system: str, model: str) -> None:
     names = {
@@ -68,6 +68,20 @@ def test_models_whose_images_are_not_computed_here_are_refused_by_name(system: s
     made = import_flat(system, names[system])
 
     assert any("images are computed here" in problem for problem in made.report.problems)
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-VL-4B-Instruct"])
+@pytest.mark.parametrize("system", ["roll", "verl"])
+def test_models_whose_images_are_computed_here_are_taken(system: str, model: str) -> None:
+    names = {
+        "roll": {**PICTURED, "pretrain": model, f"{DATA}.image_max_pixels": 9000},
+        "verl": {**BASES["verl"], "actor_rollout_ref.model.path": model, "data.image_key": "images"},
+    }
+
+    made = import_flat(system, names[system])
+
+    assert made.report.problems == []
+    assert made.spec is not None and made.spec.data.images is not None
 
 
 def test_a_part_of_the_tower_is_not_frozen_by_itself() -> None:

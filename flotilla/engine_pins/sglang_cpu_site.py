@@ -15,6 +15,13 @@ from contextlib import suppress
 from typing import Any
 
 PACKAGES = ("triton", "torchvision", "sgl_kernel")
+OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""That modules of some models ask torch for when they are imported, among them the one that processes images."""
 
 
 class Kernel:
@@ -104,6 +111,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Run nothing."""
 
 
+defined: Any = None
+"""Those, which are gone with it."""
+
+
 def install() -> None:
     """Let the packages be found from now on."""
     # transformers asks once which packages there are: it asks before these can be found.
@@ -113,6 +124,12 @@ def install() -> None:
         if name.startswith("is_") and name.endswith("_available"):
             with suppress(Exception):
                 getattr(probes, name)()
+    import torch
+
+    global defined
+    defined = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for each in OPERATORS:
+        defined.define(f"{each}(Tensor x) -> ()")
     sys.meta_path.append(Finder([name for name in PACKAGES if importlib.util.find_spec(name) is None]))
 
 

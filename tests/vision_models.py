@@ -99,6 +99,9 @@ def save_vision_model(
         "eos_token_id": END,
     }
     model: Any
+    if kind != "qwen2_5_vl":
+        # As published ones say: transformers goes by the kind, servers by this.
+        sizes["rope_parameters"] |= {"mrope_interleaved": True}
     if kind.startswith("qwen3_5"):
         tower |= {"num_position_embeddings": 16}
         sizes |= {"head_dim": hidden // 4, "layer_types": ["linear_attention", "full_attention"]}

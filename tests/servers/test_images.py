@@ -52,6 +52,11 @@ IMAGES = ImagesConfig(max_pixels=1024)
 """The largest picture here is reduced by this bound, and not by the processor's own."""
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="module", params=[pytest.param(each, marks=getattr(pytest.mark, each)) for each in DIALECTS])
 def server(request: pytest.FixtureRequest) -> str:
     name: str = request.param
@@ -75,7 +80,7 @@ def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(7)
     changed = {
-        name: each + 0.1 * torch.randn_like(each) if ".visual." in name else each for name, each in tensors.items()
+        name: each + 0.1 * torch.randn_like(each) if "visual." in name else each for name, each in tensors.items()
     }
     save_file(changed, made / "model.safetensors")
     return made

@@ -41,6 +41,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """Weights that servers make of several, one after the other, by a part of their names."""
 RENAMED: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "model.language_model."),
+    ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("visual.", "model.visual."),
     ("model.", "model.language_model."),

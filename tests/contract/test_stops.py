@@ -160,7 +160,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "flotilla": 3.3,
         "flotilla/agents": 23.3,
         "flotilla/client": 9.7,
-        "flotilla/engine_pins": 8.3,
+        "flotilla/engine_pins": 5.7,
         "flotilla/importers": 9.7,
         "services/gateway": 4.3,
         "services/reward": 5.2,

@@ -11,7 +11,8 @@ from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import completion_of
 from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
-from flotilla.services.rollout.engines.sglang import wire as sglang
+from flotilla.services.rollout.engines.sglang import engine as sglang
+from flotilla.services.rollout.engines.sglang.wire import sampled_of
 from flotilla.shared.errors import ModelError
 from flotilla.shared.schemas.routing import RoutedExperts, RoutingSizes
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -45,7 +46,7 @@ def a_reply(tokens: list[int], experts: Any, reason: str = "length") -> dict[str
 
 
 def read(reply: Any, *, prefix: Prefix | None = None, routers: ServedRouters | None = ROUTERS) -> Completion:
-    return completion_of(sglang.sampled_of, reply, REQUEST, 0, prefix, int, vocab_size=99, routers=routers)
+    return completion_of(sampled_of, reply, REQUEST, 0, prefix, int, vocab_size=99, routers=routers)
 
 
 def test_layers_without_a_router_are_left_out() -> None:

@@ -139,18 +139,11 @@ def _images_at_servers(engine: EngineConfig, asynchrony: AsynchronyConfig) -> It
         f"asynchrony.publication.lora adapters and rollout.engine.kind {engine.kind}, which adds none to the tower",
         "publish merged",
     )
-    if isinstance(engine, SglangEngineConfig):
-        yield (
-            engine.url is not None,
-            "rollout.engine.url of kind sglang, a server that may keep what a tower made of images before its weights "
-            "were replaced",
-            "let the rollout start it",
-        )
-        yield (
-            engine.update_weights_from == "distributed",
-            "rollout.engine.update_weights_from distributed",
-            "use disk or tensor",
-        )
+    yield (
+        isinstance(engine, SglangEngineConfig),
+        "rollout.engine.kind sglang",
+        "use torch or vllm",
+    )
 
 
 def check_router_replay(

@@ -127,7 +127,7 @@ def install() -> None:
     import torch
 
     global defined
-    defined = torch.library.Library("sgl_kernel", "FRAGMENT")
+    defined = torch.library.Library("sgl_kernel", "FRAGMENT")  # type: ignore[no-untyped-call]
     for each in OPERATORS:
         defined.define(f"{each}(Tensor x) -> ()")
     sys.meta_path.append(Finder([name for name in PACKAGES if importlib.util.find_spec(name) is None]))

@@ -29,7 +29,7 @@ class Finder(importlib.abc.MetaPathFinder):
         if name == "torchvision" and self.library is None:
             import torch
 
-            self.library = torch.library.Library("torchvision", "FRAGMENT")
+            self.library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
             for each in DESCRIBED:
                 self.library.define(each)
         return None

@@ -90,6 +90,14 @@ def task_header(task: Task, created_at: float | None = None, *, partials: Partia
     )
 
 
+def encode_fresh_header(task: Task) -> bytes:
+    """Encode what ``task_header`` makes, as of now, of a task that nothing was sampled of."""
+    version = task.min_version
+    header = (TASK_SCHEMA, task.group_id, task.group_size, 0, version, version, None, None, time.time())
+    packed: bytes = msgpack.packb(dict(zip(HEADER_FIELDS, header, strict=True)))
+    return packed
+
+
 def graded_header(group: Group, sampled: EntryHeader) -> EntryHeader:
     """Describe, as of now, a group that differs from the one that ``sampled`` describes in its grades only."""
     mean, spread = _moments(group.rewards())

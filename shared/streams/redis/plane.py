@@ -13,10 +13,10 @@ from flotilla.shared.streams.admission import IssueOutcome, IssueResult, check_c
 from flotilla.shared.streams.codec import (
     EntryHeader,
     encode_body,
+    encode_fresh_header,
     encode_grades,
     encode_task,
     group_header,
-    task_header,
 )
 from flotilla.shared.streams.hop import (
     LEASED,
@@ -56,7 +56,7 @@ class RedisAdmission:
         check_consecutive(tasks)
         entries: list[Argument] = []
         for task in tasks:
-            entries += [task_header(task).to_bytes(), encode_task(task), task.min_version]
+            entries += [encode_fresh_header(task), encode_task(task), task.min_version]
         result = await self._issue([task.group_id for task in tasks], entries, HopName.TASKS, limit)
         record_issues(self._keys.experiment_id, tasks[: result.count])
         return result

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from flotilla.shared.streams.codec import (
     decode_group,
     decode_task,
     encode_body,
+    encode_fresh_header,
     encode_grades,
     encode_task,
     graded_header,
@@ -119,6 +121,15 @@ def test_a_header_agrees_with_the_group_about_versions(versions: tuple[int, int]
         group = Group(task, trajectories)
         header = group_header(group)
         assert (header.oldest_version, header.newest_version) == group.version_range()
+
+
+def test_a_fresh_task_has_the_header_that_any_task_has() -> None:
+    task = a_task(2, min_version=3, group_size=4)
+
+    header = EntryHeader.from_bytes(encode_fresh_header(task))
+
+    assert header == task_header(task, created_at=header.created_at)
+    assert abs(header.created_at - time.time()) < 60
 
 
 def test_a_task_header_bears_no_reward() -> None:

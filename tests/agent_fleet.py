@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -10,9 +10,12 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from flotilla.agents.episodes import Play, play_all
 from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
+from flotilla.services.reward.grading import grading_samples
+from flotilla.services.reward.verifiers.given import AgentVerifier
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.routes import episodes_router
 from flotilla.services.rollout.agents.template import ChatTemplate
@@ -26,7 +29,7 @@ from flotilla.shared.net.authorisation.tokens import bearer_of
 from flotilla.shared.net.server.serving import add_problem_handlers, address_of, bind
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
-from flotilla.shared.schemas.task import Lane
+from flotilla.shared.schemas.task import Lane, Message
 from flotilla.shared.schemas.trajectory import Group
 from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import Ledger
@@ -209,3 +212,34 @@ async def begin(fleet: AgentFleet, client: httpx.AsyncClient, wait_seconds: floa
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
     return found
+
+
+async def play_rows(fleet: AgentFleet, play: Play, rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Play an episode for each member of each row's group; return the rewards as the reward service grades them."""
+    size = fleet.spec.rollout.group_size
+    tasks = [
+        a_task(
+            number,
+            group_size=size,
+            messages=tuple(Message(**each) for each in row["prompt"]),
+            metadata={name: value for name, value in row.items() if name != "prompt"},
+        )
+        for number, row in enumerate(rows)
+    ]
+    await fleet.plane.admission.issue_many(tasks, limit=1000)
+    playing = asyncio.create_task(play_all(fleet.url, EXPERIMENT, TOKEN, play, parallel=4))
+    waiting = asyncio.create_task(fleet.until(lambda ledger: ledger.waiting.generated == len(rows), 120.0))
+    try:
+        await asyncio.wait([playing, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            await playing
+        await waiting
+        await fleet.gateway.commands.fail(fleet.gateway.repository.get(EXPERIMENT), "test", "it is over")
+        assert await playing >= len(rows)
+    finally:
+        for task in (playing, waiting):
+            task.cancel()
+        await asyncio.gather(playing, waiting, return_exceptions=True)
+    groups = sorted(await fleet.groups(), key=lambda group: group.task.group_id)
+    verifier = AgentVerifier(fleet.plane.mailbox)
+    return [[grade.reward for grade in await verifier.score(grading_samples(group))] for group in groups]

@@ -6,6 +6,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import httpx
 from flotilla.shared.environment.settings import gateway_urls
 from flotilla.shared.errors import NotLeading
 from flotilla.shared.net.client.bearer_client import tls_context
+from flotilla.shared.schemas.episode import MAX_METRICS
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an episode was worth; metrics are shown and enter no reward."""
+    """What an episode was worth; metrics, the first 32 of them, are shown and enter no reward."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -88,7 +90,7 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
         except EpisodeLost as error:
             log.warning("episode given up", extra={"episode": episode.id, "error": str(error)})
             continue
-        body = {"reward": verdict.reward, "metrics": dict(verdict.metrics)}
+        body = {"reward": verdict.reward, "metrics": dict(islice(verdict.metrics.items(), MAX_METRICS))}
         status, _ = await gateways.post(f"/v1/episodes/{episode.id}/complete", episode.key, body)
         done += status == 200
 

@@ -16,12 +16,11 @@ from typing import Any
 
 import httpx
 
-from flotilla.agents.episodes import REQUEST_SECONDS, Episode, EpisodeLost, Verdict
+from flotilla.agents.episodes import Episode, Verdict
+from flotilla.agents.policy import ask_policy
 from flotilla.shared.errors import InvalidSpec
 
 MODULE = "openrlhf.utils.agent"
-ENDS = frozenset({"context_length_exceeded", "limit_reached"})
-"""Codes of refusals after which there is no room for another turn."""
 
 
 class AgentInstanceBase:
@@ -119,20 +118,9 @@ class OpenRlhfAgent:
 
     async def _completion(self, episode: Episode, text: str, *, is_first: bool) -> str | None:
         """Sample what follows a text; None where there is no room left, which ends OpenRLHF's episodes, too."""
-        try:
-            answer = await self._client.post(
-                f"{episode.base_url}/completions",
-                json={"model": episode.model, "prompt": text},
-                headers={"Authorization": f"Bearer {episode.key}"},
-                timeout=REQUEST_SECONDS,
-            )
-        except httpx.HTTPError as error:
-            raise EpisodeLost(repr(error)) from error
-        if answer.status_code != 200:
-            if not is_first and any(f'"{code}"' in answer.text for code in ENDS):
-                return None
-            raise EpisodeLost(f"{answer.status_code}: {answer.text[:500]}")
-        return str(answer.json()["choices"][0]["text"])
+        body = {"model": episode.model, "prompt": text}
+        answer = await ask_policy(self._client, episode, "completions", body, is_first=is_first)
+        return None if answer is None else str(answer["choices"][0]["text"])
 
 
 async def _called(method: Any, states: Mapping[str, Any]) -> Mapping[str, Any]:

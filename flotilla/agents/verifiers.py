@@ -1,10 +1,9 @@
-"""Environments of the `verifiers` package, unchanged: each episode is one of their rollouts.
+"""Environments of the `verifiers` package before 0.2, unchanged: each episode is one of their rollouts.
 
 The package is not ours and not a dependency: run this with the interpreter that has it, and the environment, installed.
 """
 
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,7 +32,8 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Any:
     try:
         import verifiers
     except ImportError as error:
-        raise InvalidSpec(f"this needs the package verifiers (pip install 'verifiers<0.2'): {error}") from error
+        needed = "this needs the package verifiers ('verifiers==0.4.0' for tasksets, 'verifiers<0.2' for environments)"
+        raise InvalidSpec(f"{needed}: {error}") from error
     if not name.endswith(".py"):
         return verifiers.load_environment(name, **options)
     spec = importlib.util.spec_from_file_location("verifiers_environment_file", name)
@@ -57,13 +57,6 @@ def rows_of(environment: Any, lane: Lane = Lane.TRAIN) -> Iterator[dict[str, Any
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
         plain = [{"role": each["role"], "content": str(each["content"])} for each in messages]
         yield {"prompt": plain, "answer": str(row.get("answer", "")), ROW: row[ROW]}
-
-
-def write_rows(environment: Any, path: Path, lane: Lane = Lane.TRAIN) -> int:
-    """Write them as JSON lines; return how many."""
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows_of(environment, lane)]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return len(lines)
 
 
 def new_client(gateway: str) -> "AsyncOpenAI":

@@ -12,7 +12,8 @@ from openai import AsyncOpenAI
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict, play_all
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
-from flotilla.agents.verifiers import VerifiersAgent, new_client, write_rows
+from flotilla.agents.rows import write_rows
+from flotilla.agents.verifiers import VerifiersAgent, new_client, rows_of
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.schemas.trajectory import FinishReason
@@ -135,8 +136,8 @@ class HoldsOut:
 
 def test_held_out_rows_of_verifiers_are_told_from_those_of_training(tmp_path: Path) -> None:
     environment = HoldsOut()
-    write_rows(environment, tmp_path / "train.jsonl")
-    write_rows(environment, tmp_path / "held_out.jsonl", Lane.EVALUATION)
+    write_rows(rows_of(environment), tmp_path / "train.jsonl")
+    write_rows(rows_of(environment, Lane.EVALUATION), tmp_path / "held_out.jsonl")
     agent = VerifiersAgent(environment, new_client("http://nowhere"))
 
     for name, split in (("train", "train"), ("held_out", "evaluation")):

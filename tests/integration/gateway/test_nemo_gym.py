@@ -1,0 +1,229 @@
+"""Environments behind NeMo Gym's resources servers: a server of the test's own, and one of the real package."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from flotilla.agents.episodes import Episode, EpisodeLost
+from flotilla.agents.nemo_gym import ROW, NemoGymAgent, gym_client, rows_of_gym
+from flotilla.shared.errors import InvalidSpec
+from tests.agent_fleet import agent_fleet, play_rows, served
+from tests.fleet import ROOT
+from tests.unit.rollout.agents.world import a_spec
+
+COUNT = [
+    {
+        "type": "function",
+        "name": name,
+        "description": "",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {}},
+    }
+    for name in ("increment_counter", "get_counter_value")
+]
+
+
+def a_row(expected: int, text: str = "add 2") -> dict[str, Any]:
+    params = {
+        "input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": text}],
+        "tools": COUNT,
+    }
+    return {"responses_create_params": params, "expected_count": expected, "initial_count": 3}
+
+
+def a_counter(asked: list[tuple[str, Any]] | None = None, **broken: int) -> FastAPI:
+    """Count in sessions of cookies, as NeMo Gym's ``example_session_state_mgmt`` does; some paths may be broken."""
+    app, sessions = FastAPI(), dict[str, int]()
+
+    @app.post("/{path}")
+    async def answer(path: str, request: Request, response: Response) -> Any:
+        body = await request.json()
+        session = request.cookies.get("session") or f"s{len(sessions)}"
+        response.set_cookie("session", session)
+        if asked is not None:
+            asked.append((path, body))
+        if path in broken:
+            response.status_code = broken[path]
+            return {"detail": "broken"}
+        if path == "seed_session":
+            sessions[session] = body["initial_count"]
+            return {}
+        if path == "increment_counter":
+            sessions[session] += body["count"]
+            return {"success": True}
+        if path == "verify":
+            return {**body, "reward": float(sessions[session] == body["expected_count"]), "count": sessions[session]}
+        response.status_code = 404
+        return {"detail": "Not Found"}
+
+    return app
+
+
+def counts(prompt: str) -> str:
+    """Add two with the tool, then say so."""
+    if "success" in prompt or "Not Found" in prompt or "Invalid tool call" in prompt:
+        return "I did.~"
+    return '<tool_call>{"name": "increment_counter", "arguments": {"count": 2}}</tool_call>~'
+
+
+def rows_in(path: Path, *rows: Mapping[str, Any]) -> list[dict[str, Any]]:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return list(rows_of_gym(path))
+
+
+@asynccontextmanager
+async def an_agent(app: FastAPI, max_steps: int | None = None) -> AsyncIterator[NemoGymAgent]:
+    async with served(app) as url, gym_client(4) as client:
+        yield NemoGymAgent(url, client, max_steps)
+
+
+async def test_sessions_tools_and_verification_of_a_server_make_episodes(tmp_path: Path) -> None:
+    asked = list[tuple[str, Any]]()
+    rows = rows_in(tmp_path / "data.jsonl", a_row(5), a_row(6))
+
+    async with an_agent(a_counter(asked)) as agent, agent_fleet(a_spec(group_size=2), counts) as fleet:
+        rewards = await play_rows(fleet, agent, rows)
+
+    assert rewards == [[1.0, 1.0], [0.0, 0.0]]
+    assert [each["role"] for each in rows[0]["prompt"]] == ["system", "user"]
+    assert [path for path, _ in asked].count("seed_session") == 4
+    response = next(body for path, body in asked if path == "verify")["response"]
+    assert [each["type"] for each in response["output"]] == ["function_call", "function_call_output", "message"]
+    assert response["output"][1]["output"] == '{"success":true}'
+
+
+async def test_what_the_policy_calls_wrongly_it_is_told(tmp_path: Path) -> None:
+    rows = rows_in(tmp_path / "data.jsonl", a_row(3))
+
+    def writes(prompt: str) -> str:
+        return counts(prompt).replace("increment_counter", "get_counter_value")
+
+    async with an_agent(a_counter()) as agent, agent_fleet(a_spec(group_size=1), writes) as fleet:
+        rewards = await play_rows(fleet, agent, rows)
+
+    assert rewards == [[1.0]]
+
+
+async def test_max_steps_ends_an_episode_which_is_then_verified(tmp_path: Path) -> None:
+    asked = list[tuple[str, Any]]()
+    rows = rows_in(tmp_path / "data.jsonl", a_row(5))
+
+    async with an_agent(a_counter(asked), max_steps=1) as agent, agent_fleet(a_spec(group_size=1), counts) as fleet:
+        rewards = await play_rows(fleet, agent, rows)
+
+    assert rewards == [[1.0]]
+    assert [path for path, _ in asked] == ["seed_session", "increment_counter", "verify"]
+
+
+async def play_against(app: FastAPI, policy: Mapping[str, Any], row: Any = None) -> Any:
+    """Play one episode whose policy answers one thing."""
+    answers = FastAPI()
+
+    @answers.post("/v1/responses")
+    async def respond() -> Mapping[str, Any]:
+        return policy
+
+    metadata = {ROW: json.dumps(a_row(3))} if row is None else row
+    async with an_agent(app) as agent, served(answers) as url:
+        return await agent(Episode("e1", "key", f"{url}/v1", "policy", {"metadata": metadata}))
+
+
+SAYS = {"output": [{"type": "message", "role": "assistant", "content": []}]}
+CALLS = {
+    "output": [{"type": "function_call", "name": "increment_counter", "call_id": "c", "arguments": '{"count": 1}'}]
+}
+
+
+@pytest.mark.parametrize(("broken", "policy"), [("seed_session", SAYS), ("verify", SAYS), ("increment_counter", CALLS)])
+async def test_a_server_that_fails_loses_the_episode_and_is_never_a_zero(broken: str, policy: dict[str, Any]) -> None:
+    with pytest.raises(EpisodeLost, match=f"{broken}: 503"):
+        await play_against(a_counter(**{broken: 503}), policy)
+
+
+async def test_a_server_that_is_not_there_loses_the_episode() -> None:
+    async with gym_client(1) as client:
+        agent = NemoGymAgent("http://127.0.0.1:9", client)
+        with pytest.raises(EpisodeLost, match="seed_session"):
+            await agent(Episode("e1", "key", "http://127.0.0.1:9/v1", "m", {"metadata": {ROW: json.dumps(a_row(3))}}))
+
+
+async def test_a_row_that_the_server_does_not_take_or_that_is_of_something_else_ends_all() -> None:
+    with pytest.raises(InvalidSpec, match="does not take the row"):
+        await play_against(a_counter(seed_session=422), SAYS)
+    with pytest.raises(InvalidSpec, match="nemo-gym-rows"):
+        await play_against(a_counter(), SAYS, row={"other": 1})
+
+
+async def test_a_verification_without_a_number_is_no_reward() -> None:
+    app = FastAPI()
+
+    @app.post("/{path}")
+    async def answer(path: str) -> Any:
+        return {"reward": None}
+
+    with pytest.raises(EpisodeLost, match="gave no reward"):
+        await play_against(app, SAYS)
+
+
+def test_lines_of_other_content_than_text_are_refused_with_their_number(tmp_path: Path) -> None:
+    picture = {"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}
+
+    with pytest.raises(InvalidSpec, match=r"data.jsonl:2.*other content than text"):
+        rows_in(tmp_path / "data.jsonl", a_row(3), {"responses_create_params": {"input": [picture]}})
+    with pytest.raises(InvalidSpec, match=r"(?s)data.jsonl:1.*responses_create_params"):
+        rows_in(tmp_path / "data.jsonl", {"prompt": "p"})
+
+
+@pytest.fixture(scope="module")
+def real_server() -> Iterator[str]:
+    """Serve the example with the real package."""
+    python = os.environ.get("FLOTILLA_NEMO_GYM_PYTHON")
+    if not python:
+        pytest.skip("FLOTILLA_NEMO_GYM_PYTHON names no interpreter with nemo-gym: make test-environments makes one")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, str(ROOT / "examples" / "nemo_gym" / "server.py"), "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(600):
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            try:
+                httpx.post(f"http://127.0.0.1:{port}/seed_session", json={}, timeout=5).raise_for_status()
+                break
+            except httpx.TransportError:
+                asyncio.run(asyncio.sleep(0.2))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.long
+async def test_a_server_of_the_real_package_verifies(tmp_path: Path, real_server: str) -> None:
+    rows = rows_in(
+        tmp_path / "data.jsonl",
+        *(
+            {"responses_create_params": {"input": f"What is {n} plus 1?"}, "expected_answer": str(n + 1)}
+            for n in range(3)
+        ),
+    )
+
+    def writes(prompt: str) -> str:
+        number = int(prompt.rpartition("What is ")[2].split()[0])
+        return f"#### {number + 1}~" if number % 2 == 0 else "no idea~"
+
+    async with gym_client(4) as client, agent_fleet(a_spec(group_size=2), writes) as fleet:
+        rewards = await play_rows(fleet, NemoGymAgent(real_server, client), rows)
+
+    assert rewards == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]

@@ -13,10 +13,16 @@ SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 TINKER := .venv-tinker
 TINKER_STAMP := $(TINKER)/.installed
+NEMO_GYM := .venv-nemo-gym
+NEMO_GYM_STAMP := $(NEMO_GYM)/.installed
+TASKSETS := .venv-tasksets
+TASKSETS_STAMP := $(TASKSETS)/.installed
+# NeMo Gym needs Python 3.12.
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3.12)
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo docs page test test-sglang test-vllm test-slurm test-netns test-tinker style check format coverage test-all lock audit release clean
+.PHONY: help install demo docs page test test-sglang test-vllm test-slurm test-netns test-tinker test-environments nemo-gym style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -78,6 +84,24 @@ $(TINKER_STAMP): | $(STAMP)
 
 test-tinker: install $(TINKER_STAMP) ## tests of the Tinker API with its real client (SDK 0.38), in an environment of its own
 	@FLOTILLA_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python $(BIN)/python -m pytest -q --durations=10 -m tinker tests
+
+# What a resources server imports, and not what else the package brings: mlflow, datasets, tools of the command line.
+$(NEMO_GYM_STAMP):
+	@$(PYTHON312) -m venv $(NEMO_GYM) && $(NEMO_GYM)/bin/pip install -q --no-deps "nemo-gym==0.4.0"
+	@$(NEMO_GYM)/bin/pip install -q "openai<=2.7.2" "mcp>=1.27,<2" aiohttp fastapi gprof2dot hydra-core itsdangerous omegaconf orjson pandas \
+		pydantic pydot "ray>=2.55.1" requests rich typing-extensions uvicorn wandb yappi
+	@touch $(NEMO_GYM_STAMP)
+
+nemo-gym: $(NEMO_GYM_STAMP) ## make .venv-nemo-gym: Python 3.12 with what a resources server of NeMo Gym needs
+
+$(TASKSETS_STAMP):
+	@$(PYTHON) -m venv $(TASKSETS) && $(TASKSETS)/bin/pip install -q "verifiers==0.4.0"
+	@touch $(TASKSETS_STAMP)
+
+test-environments: install $(NEMO_GYM_STAMP) $(TASKSETS_STAMP) ## Harbor tasks, and environments of the real NeMo Gym 0.4 and verifiers 0.4, learned by whole fleets
+	@FLOTILLA_NEMO_GYM_PYTHON=$(CURDIR)/$(NEMO_GYM)/bin/python FLOTILLA_TASKSETS_PYTHON=$(CURDIR)/$(TASKSETS)/bin/python \
+		$(BIN)/python -m pytest -q --durations=10 tests/integration/gateway/test_harbor.py tests/integration/gateway/test_nemo_gym.py \
+		tests/integration/gateway/test_tasksets.py tests/e2e/test_environments.py
 
 # All that the tests send is written down; a checker of recorded traffic is asked at the end, where there is one.
 SGLANG_CHECKER ?= $(wildcard $(abspath ../shared/tools/sglang_cpu.py))

@@ -16,6 +16,7 @@ def write_data(problems: Path, output: Path, count: int) -> None:
         problem = json.loads(line)
         params = {"input": [{"role": "user", "content": problem["prompt"]}]}
         lines.append(json.dumps({"responses_create_params": params, "expected_answer": str(problem["answer"])}))
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

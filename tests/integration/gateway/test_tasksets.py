@@ -18,7 +18,6 @@ from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.task import Message
 from flotilla.shared.testing.builders import a_task
 from tests.agent_fleet import EXPERIMENT, agent_fleet
-from tests.fleet import ROOT
 from tests.integration.gateway.test_verifiers_package import said_by, writes
 from tests.unit.rollout.agents.world import a_spec
 

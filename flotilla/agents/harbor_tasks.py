@@ -241,13 +241,19 @@ def _copies(workdir: PurePosixPath, rest: str, environment: Path) -> Iterator[tu
         raise ValueError("copies from the task's own environment folder alone")
     plain = [word for word in words if word not in flags]
     *sources, target = json.loads(" ".join(plain)) if plain[:1] and plain[0].startswith("[") else plain
-    into = workdir / target
+    is_folder = target.endswith("/") or target in {".", "./"} or len(sources) > 1
     for source in sources:
-        found = sorted(environment.glob(source.removeprefix("./").lstrip("/"))) if source not in {".", "./"} else []
-        for path in [environment] if source in {".", "./"} else found:
-            if not path.resolve().is_relative_to(environment.resolve()):
-                raise ValueError(f"{source} is outside of the task")
-            is_into = path.is_file() and (target.endswith("/") or target in {".", "./"} or len(sources) > 1)
-            yield path, into / path.name if is_into else into
-        if not found and source not in {".", "./"}:
-            raise ValueError(f"there is no {source}")
+        for path in _found(environment, source):
+            yield path, workdir / target / path.name if path.is_file() and is_folder else workdir / target
+
+
+def _found(environment: Path, source: str) -> list[Path]:
+    """Find what a copy's source names in the task's environment folder."""
+    if source in {".", "./"}:
+        return [environment]
+    found = sorted(environment.glob(source.removeprefix("./").lstrip("/")))
+    if not found:
+        raise ValueError(f"there is no {source}")
+    if not all(path.resolve().is_relative_to(environment.resolve()) for path in found):
+        raise ValueError(f"{source} is outside of the task")
+    return found

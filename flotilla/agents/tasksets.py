@@ -122,6 +122,7 @@ class TasksetAgent:
         if any(value is None for trace in trained for value in trace.rewards.values()):
             raise EpisodeLost("a reward was not computed")
         metrics = {name: float(value) for name, value in trained[0].metrics.items() if value is not None}
+        metrics["timed_out"] = float(any(trace.is_timeout for trace in trained))
         return Verdict(fmean(trace.reward for trace in trained), metrics)
 
 

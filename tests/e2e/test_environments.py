@@ -1,13 +1,11 @@
 """Environments by name drive whole training runs, and their reward rises: Harbor tasks, NeMo Gym, verifiers 0.4."""
 
 import asyncio
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -16,6 +14,7 @@ import pytest
 from flotilla.agents.box import why_not
 from tests.e2e.test_agents import rewards_of, typed
 from tests.fleet import ROOT, running_fleet
+from tests.integration.gateway.test_nemo_gym import a_real_server
 from tests.integration.gateway.test_tasksets import interpreter_with_tasksets
 
 NUM_STEPS = 16
@@ -74,34 +73,12 @@ def test_the_reward_of_harbor_tasks_rises(tmp_path: Path, problems: Path) -> Non
     learn(tmp_path, "examples/harbor/experiment.yaml", rows, sys.executable, ("harbor", str(tasks), *harness))
 
 
-@contextlib.contextmanager
-def a_gym(python: str) -> Iterator[str]:
-    """Serve the example's resources server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([python, "examples/nemo_gym/server.py", "--port", str(port)], cwd=ROOT)
-    try:
-        for _ in range(600):
-            assert process.poll() is None, "the server has ended"
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            asyncio.run(asyncio.sleep(0.2))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_the_reward_of_a_nemo_gym_server_rises(tmp_path: Path, problems: Path) -> None:
-    python = os.environ.get("FLOTILLA_NEMO_GYM_PYTHON")
-    if not python:
-        pytest.skip("FLOTILLA_NEMO_GYM_PYTHON names no interpreter with nemo-gym: make test-environments makes one")
     data, rows = tmp_path / "data.jsonl", tmp_path / "rows.jsonl"
     said(sys.executable, "examples/nemo_gym/server.py", "--rows", str(problems), str(data))
     assert said(sys.executable, "-m", "flotilla.agents", "nemo-gym-rows", str(data), str(rows)) == "2000 rows\n"
 
-    with a_gym(python) as url:
+    with a_real_server() as url:
         agent = ("nemo-gym", url, "--parallel", "32")
         learn(tmp_path, "examples/nemo_gym/experiment.yaml", rows, sys.executable, agent)
 

@@ -1,16 +1,15 @@
 """Environments behind NeMo Gym's resources servers: a server of the test's own, and one of the real package."""
 
-import asyncio
 import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -184,33 +183,31 @@ def test_lines_of_other_content_than_text_are_refused_with_their_number(tmp_path
         rows_in(tmp_path / "data.jsonl", {"prompt": "p"})
 
 
-@pytest.fixture(scope="module")
-def real_server() -> Iterator[str]:
-    """Serve the example with the real package."""
+@contextmanager
+def a_real_server(*options: str) -> Iterator[str]:
+    """Serve a resources server with the real package."""
     python = os.environ.get("FLOTILLA_NEMO_GYM_PYTHON")
     if not python:
         pytest.skip("FLOTILLA_NEMO_GYM_PYTHON names no interpreter with nemo-gym: make test-environments makes one")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [python, str(ROOT / "examples" / "nemo_gym" / "server.py"), "--port", str(port)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [python, str(ROOT / "examples" / "nemo_gym" / "server.py"), "--port", str(port), *options]
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
         for _ in range(600):
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            try:
-                httpx.post(f"http://127.0.0.1:{port}/seed_session", json={}, timeout=5).raise_for_status()
+            assert process.poll() is None, "the server has ended"
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 break
-            except httpx.TransportError:
-                asyncio.run(asyncio.sleep(0.2))
+            time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 @pytest.mark.long
-async def test_a_server_of_the_real_package_verifies(tmp_path: Path, real_server: str) -> None:
+async def test_a_server_of_the_real_package_verifies(tmp_path: Path) -> None:
     rows = rows_in(
         tmp_path / "data.jsonl",
         *(
@@ -223,7 +220,20 @@ async def test_a_server_of_the_real_package_verifies(tmp_path: Path, real_server
         number = int(prompt.rpartition("What is ")[2].split()[0])
         return f"#### {number + 1}~" if number % 2 == 0 else "no idea~"
 
-    async with gym_client(4) as client, agent_fleet(a_spec(group_size=2), writes) as fleet:
-        rewards = await play_rows(fleet, NemoGymAgent(real_server, client), rows)
+    with a_real_server() as url:
+        async with gym_client(4) as client, agent_fleet(a_spec(group_size=2), writes) as fleet:
+            rewards = await play_rows(fleet, NemoGymAgent(url, client), rows)
 
     assert rewards == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.long
+async def test_sessions_and_tools_of_the_real_package_are_played(tmp_path: Path) -> None:
+    rows = rows_in(tmp_path / "data.jsonl", a_row(5), a_row(6))
+    counter = "resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer"
+
+    with a_real_server("--server", counter) as url:
+        async with gym_client(4) as client, agent_fleet(a_spec(group_size=2), counts) as fleet:
+            rewards = await play_rows(fleet, NemoGymAgent(url, client), rows)
+
+    assert rewards == [[1.0, 1.0], [0.0, 0.0]]

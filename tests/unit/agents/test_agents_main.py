@@ -1,0 +1,53 @@
+"""The command line of agents: rows are written, and what cannot be played is said in a sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flotilla.agents import __main__ as agents
+from flotilla.agents import box
+from flotilla.shared.errors import InvalidSpec
+from tests.unit.agents.test_harbor_tasks import a_folder
+
+
+def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["flotilla.agents", *words])
+    return agents.main()
+
+
+def test_rows_of_tasks_and_of_a_gyms_data_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_folder(tmp_path / "hello")
+    line = {"responses_create_params": {"input": "1 + 1?", "instructions": "Be brief."}, "answer": 2}
+    (tmp_path / "data.jsonl").write_text(json.dumps(line) + "\n\n")
+
+    assert said(monkeypatch, "harbor-rows", str(tmp_path / "hello"), str(tmp_path / "new" / "rows.jsonl")) == 0
+    assert said(monkeypatch, "nemo-gym-rows", str(tmp_path / "data.jsonl"), str(tmp_path / "gym.jsonl")) == 0
+
+    assert capsys.readouterr().out == "1 rows\n1 rows\n"
+    assert json.loads((tmp_path / "new" / "rows.jsonl").read_text())["harbor_task"] == "hello"
+    row = json.loads((tmp_path / "gym.jsonl").read_text())
+    assert [each["content"] for each in row["prompt"]] == ["Be brief.", "1 + 1?"]
+    assert json.loads(row["nemo_gym"]) == line
+
+
+def test_what_cannot_be_played_here_is_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLOTILLA_TOKEN", "t")
+    monkeypatch.setattr(box, "why_not", lambda: "bwrap is not installed")
+
+    assert said(monkeypatch, "harbor-rows", str(tmp_path), str(tmp_path / "rows.jsonl")) == 2
+    assert said(monkeypatch, "harbor", str(tmp_path), "experiment", "--harness", "true") == 2
+
+    refused = capsys.readouterr().err.splitlines()
+    assert "no Harbor task" in refused[0]
+    assert refused[1] == "there are no boxes here: bwrap is not installed"
+
+
+def test_the_first_of_many_errors_is_said() -> None:
+    first = InvalidSpec("this")
+
+    assert agents.first_of(ExceptionGroup("all", [ExceptionGroup("lanes", [first]), InvalidSpec("that")])) is first

@@ -68,6 +68,7 @@ def _add_options(kind: str, playing: argparse.ArgumentParser, *rows: argparse.Ar
         playing.add_argument("--harness", required=True, help="the command of a shell that plays a task")
         playing.add_argument("--seconds", type=float, default=600.0, help="of the harness, where a task sets none")
         playing.add_argument("--readable", type=Path, action="append", default=[], help="path that the harness needs")
+        playing.add_argument("--closed", action="store_true", help="no network for any task but to the policy")
         playing.add_argument("--keep", type=Path, help="folder in which each episode's box is left")
 
 
@@ -95,7 +96,10 @@ async def _play_of(arguments: argparse.Namespace, stack: AsyncExitStack) -> Play
         case "harbor":
             if (reason := box.why_not()) is not None:
                 raise InvalidSpec(f"there are no boxes here: {reason}")
-            harness = Harness(arguments.harness, arguments.seconds, arguments.readable, arguments.keep)
+            readable = [path.resolve() for path in arguments.readable]
+            harness = Harness(
+                arguments.harness, arguments.seconds, readable, keep=arguments.keep, is_closed=arguments.closed
+            )
             return HarborAgent(read_tasks(Path(source), skip_run=arguments.skip_run), harness)
     if has_tasksets():
         return await stack.enter_async_context(serving(load_taskset(source, arguments.options)))

@@ -1,8 +1,8 @@
 """A box: a root directory of its own in which the commands of one episode run, and what they start lives on.
 
 bwrap makes it: this machine's ``/usr`` and what of ``/etc`` names users and hosts are there to be read, everything else
-is the box's, and ends with it. Processes, mounts and users are apart from the machine's; the network is not, since the
-agent in it talks to the gateway.
+is the box's, and ends with it. Processes, mounts and users are apart from the machine's; the network is, too, where
+the box is closed: it then has one way out, to one address (``relay.py``).
 """
 
 import asyncio
@@ -14,13 +14,15 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from flotilla.agents.relay import INSIDE, SOCKET, relaying
 from flotilla.shared.errors import Unavailable
 
 ORDERS: Final = "/.orders"
+WAY_OUT: Final = "/.relay"
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LINKS: Final = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 NAMES: Final = (
@@ -129,7 +131,11 @@ def why_not() -> str | None:
 
 @asynccontextmanager
 async def open_box(
-    copies: Sequence[tuple[Path, PurePosixPath]], *, readable: Sequence[Path] = (), keep: Path | None = None
+    copies: Sequence[tuple[Path, PurePosixPath]],
+    *,
+    readable: Sequence[Path] = (),
+    keep: Path | None = None,
+    only: str | None = None,
 ) -> AsyncIterator[Box]:
     """Open a box where there are any, see ``why_not``; what is in it ends with it.
 
@@ -137,6 +143,10 @@ async def open_box(
         copies: files and folders of this machine, and where they are in the box.
         readable: further paths of this machine that can be read there.
         keep: folder in which its files are left; None: nowhere.
+        only: the address that it reaches, as ``url_inside`` calls it; None: all that this machine reaches.
+
+    Raises:
+        Unavailable: it does not come to be.
     """
     bwrap = shutil.which("bwrap")
     assert bwrap is not None, "why_not was not asked"
@@ -146,13 +156,18 @@ async def open_box(
         with (folder / SAID).open("wb") as said:
             process = await asyncio.create_subprocess_exec(
                 bwrap,
-                *_arguments(folder, readable),
+                *_arguments(folder, readable, is_closed=only is not None),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=said,
             )
         try:
-            yield Box(folder, process)
+            async with AsyncExitStack() as stack:
+                box = Box(folder, process)
+                if only is not None:
+                    await stack.enter_async_context(relaying(folder / "relay", only))
+                    await _open_way_out(box)
+                yield box
         finally:
             # What runs in it has a process namespace of its own, which ends with bwrap.
             with contextlib.suppress(ProcessLookupError):
@@ -163,8 +178,17 @@ async def open_box(
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
+async def _open_way_out(box: Box) -> None:
+    command = f"exec /usr/bin/python3 -I -S -c {shlex.quote(INSIDE)} {WAY_OUT}/{SOCKET}"
+    output = "/logs/agent/relay.txt"
+    status = await box.run(command, folder=PurePosixPath("/"), variables={}, output=output, seconds=30.0)
+    if status:
+        said = (box.read("agent", "relay.txt") or "").strip()[-300:]
+        raise Unavailable(f"a closed box needs /usr/bin/python3 for its way out (status {status}): {said}")
+
+
 def _furnish(folder: Path, copies: Sequence[tuple[Path, PurePosixPath]]) -> None:
-    for name in ("root", "orders", *MOUNTS):
+    for name in ("root", "orders", "relay", *MOUNTS):
         (folder / name).mkdir()
     for name in ("root", "tmp", "logs/artifacts"):
         (folder / "root" / name).mkdir(parents=True)
@@ -177,7 +201,7 @@ def _furnish(folder: Path, copies: Sequence[tuple[Path, PurePosixPath]]) -> None
             shutil.copy2(source, place, follow_symlinks=False)
 
 
-def _arguments(folder: Path, readable: Sequence[Path]) -> list[str]:
+def _arguments(folder: Path, readable: Sequence[Path], *, is_closed: bool) -> list[str]:
     """Make the arguments of bwrap, up to the shell that waits for orders."""
     words = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", "0", "--gid", "0"]
@@ -192,5 +216,7 @@ def _arguments(folder: Path, readable: Sequence[Path]) -> list[str]:
         words += ["--ro-bind-try", str(path), str(path)]
     for name, place in MOUNTS.items():
         words += ["--ro-bind" if name == "tests" else "--bind", str(folder / name), place]
+    if is_closed:
+        words += ["--unshare-net", "--ro-bind", str(folder / "relay"), WAY_OUT]
     words += ["--ro-bind", str(folder / "orders"), ORDERS, "--proc", "/proc", "--dev", "/dev"]
     return [*words, "--", "/bin/sh", "-c", LOOP]

@@ -15,6 +15,7 @@ from typing import Any
 from flotilla.agents.box import NOT_RUN, TIMED_OUT, Box, open_box
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
 from flotilla.agents.harbor_tasks import HarborTask, read_task, task_folders
+from flotilla.agents.relay import url_inside
 from flotilla.shared.errors import InvalidSpec, Unavailable
 
 TASK = "harbor_task"
@@ -48,12 +49,14 @@ class Harness:
         seconds: time of tasks that set none.
         readable: paths of this machine, beside ``/usr``, that it needs.
         keep: folder in which boxes are left to be looked at; None: nowhere.
+        is_closed: whether it has no network but for the policy, whatever tasks say.
     """
 
     command: str
     seconds: float = 600.0
     readable: Sequence[Path] = ()
     keep: Path | None = None
+    is_closed: bool = False
 
 
 class HarborAgent:
@@ -78,9 +81,11 @@ class HarborAgent:
         if name not in self._tasks:
             raise InvalidSpec(f"the row has no {TASK} of these tasks, but {name!r}: harbor-rows writes them")
         task, harness = self._tasks[name], self._harness
+        only = episode.base_url if task.is_closed or harness.is_closed else None
+        url = episode.base_url if only is None else url_inside(only)
         try:
-            async with open_box(task.image.copies, readable=harness.readable, keep=harness.keep) as box:
-                status = await self._play(box, task, episode)
+            async with open_box(task.image.copies, readable=harness.readable, keep=harness.keep, only=only) as box:
+                status = await self._play(box, task, episode, url)
                 rewards = await _graded(box, task)
         except (Unavailable, OSError) as error:
             raise EpisodeLost(f"task {name}: {error}") from error
@@ -90,15 +95,15 @@ class HarborAgent:
         ended = {"timed_out": float(status in TIMED_OUT), "failed": float(status not in {0, *TIMED_OUT})}
         return Verdict(reward, rewards | {f"harness_{what}": value for what, value in ended.items()})
 
-    async def _play(self, box: Box, task: HarborTask, episode: Episode) -> int:
+    async def _play(self, box: Box, task: HarborTask, episode: Episode, url: str) -> int:
         """Run the harness; return its status."""
         told = {
             "INSTRUCTION": task.instruction,
             "MODEL": episode.model,
-            "OPENAI_BASE_URL": episode.base_url,
-            "OPENAI_API_BASE": episode.base_url,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": episode.key,
-            "ANTHROPIC_BASE_URL": episode.base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": episode.key,
         }
         status = await box.run(

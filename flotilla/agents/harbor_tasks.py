@@ -63,6 +63,13 @@ class _Config(TolerantWire):
     environment: _Environment = _Environment()
     steps: tuple[object, ...] = ()
 
+    @property
+    def modes(self) -> set[str]:
+        """Which networks agent and tests have."""
+        place = self.environment
+        usual = place.network_mode or ("no-network" if place.allow_internet is False else "public")
+        return {self.agent.network_mode or usual, self.verifier.network_mode or usual}
+
 
 @dataclass
 class Image:
@@ -90,6 +97,7 @@ class HarborTask:
         agent_seconds: time of the agent; None where the task sets none.
         verifier_seconds: time of the tests.
         verifier_variables: of the tests' environment.
+        is_closed: whether it is played without a network but for the policy.
     """
 
     name: str
@@ -99,6 +107,7 @@ class HarborTask:
     agent_seconds: float | None
     verifier_seconds: float
     verifier_variables: Mapping[str, str]
+    is_closed: bool = False
 
 
 def task_folders(path: Path) -> dict[str, Path]:
@@ -148,6 +157,7 @@ def read_task(folder: Path, *, skip_run: bool = False) -> HarborTask:
         config.agent.timeout_sec,
         config.verifier.timeout_sec or 600.0,
         _resolved(folder.name, config.verifier.env),
+        "no-network" in config.modes,
     )
 
 
@@ -164,8 +174,8 @@ def _wants(config: _Config, folder: Path) -> Iterator[tuple[str, bool]]:
     yield "skills", place.skills_dir is not None
     yield "a healthcheck", place.healthcheck is not None
     yield "a user that is not root", not {config.agent.user, asked.user} <= {None, "root", 0}
-    modes = {place.network_mode, config.agent.network_mode, asked.network_mode} - {None, "public"}
-    yield "a closed network", bool(modes) or place.allow_internet is False
+    modes = sorted(config.modes)
+    yield f"the network {' beside '.join(modes)}", modes not in (["public"], ["no-network"])
     yield "tests in an environment of their own", asked.environment is not None or asked.environment_mode == "separate"
     yield "files of services (verifier.collect)", bool(asked.collect)
     yield "tests without tests/test.sh", not (folder / "tests" / "test.sh").is_file()

@@ -1,5 +1,6 @@
 """Harbor's tasks in boxes, played by harnesses against a gateway and a rollout behind sockets."""
 
+import shlex
 import shutil
 from pathlib import Path, PurePosixPath
 
@@ -56,6 +57,28 @@ async def test_the_examples_tasks_are_played_and_their_tests_grade(tmp_path: Pat
         rewards = await play_rows(fleet, agent, list(task_rows(tasks)))
 
     assert rewards == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="there is no python3 below /usr")
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_closed_box_reaches_the_policy_and_nothing_else(tmp_path: Path, is_closed: bool) -> None:
+    from examples.harbor.make_tasks import write_task
+
+    write_task(tmp_path / "tasks" / "sum", "What is 2 plus 1?", "3")
+    tasks = read_tasks(tmp_path / "tasks")
+    (tmp_path / "kept").mkdir()
+
+    async with agent_fleet(a_spec(group_size=1), solved) as fleet:
+        reach = f"(exec 3<>/dev/tcp/127.0.0.1/{fleet.url.rpartition(':')[2]}) && echo reached > reached"
+        look = f"bash -c {shlex.quote(reach)}; grep -o '^ *[a-z0-9]*:' /proc/net/dev > interfaces"
+        command = f"python3 {EXAMPLE / 'harness.py'}; {look}"
+        harness = Harness(command, readable=[EXAMPLE], keep=tmp_path / "kept", is_closed=is_closed)
+        rewards = await play_rows(fleet, HarborAgent(tasks, harness), list(task_rows(tasks)))
+
+    app = next((tmp_path / "kept").glob("*/root/app"))
+    assert rewards == [[1.0]]
+    assert (app / "reached").exists() is not is_closed
+    assert ((app / "interfaces").read_text().split() == ["lo:"]) or not is_closed
 
 
 @pytest.mark.skipif(shutil.which("curl", path="/usr/bin") is None, reason="curl is absent")

@@ -71,6 +71,19 @@ def test_a_task_is_what_its_files_say(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.parametrize(
+    ("config", "is_closed"),
+    [
+        ("[environment]\nallow_internet = false", True),
+        ("[environment]\nnetwork_mode = 'no-network'", True),
+        ("[environment]\nallow_internet = false\nnetwork_mode = 'public'", False),
+        ("[agent]\nnetwork_mode = 'public'", False),
+    ],
+)
+def test_a_task_without_a_network_is_played_without_one(tmp_path: Path, config: str, is_closed: bool) -> None:
+    assert read(tmp_path, config).is_closed is is_closed
+
+
 def test_a_task_that_says_nothing_works_in_app(tmp_path: Path) -> None:
     task = read(tmp_path)
 
@@ -85,8 +98,8 @@ def test_a_task_that_says_nothing_works_in_app(tmp_path: Path) -> None:
         ("[environment]\nos = 'windows'", "the system windows"),
         ("[environment]\ndocker_image = 'a:b'", "docker_image"),
         ("[environment]\ngpus = 1", "accelerators"),
-        ("[environment]\nallow_internet = false", "a closed network"),
-        ("[agent]\nnetwork_mode = 'no-network'", "a closed network"),
+        ("[environment]\nnetwork_mode = 'allowlist'", "the network allowlist"),
+        ("[agent]\nnetwork_mode = 'no-network'", "the network no-network beside public"),
         ("[agent]\nuser = 'somebody'", "not root"),
         ("[verifier]\nenvironment_mode = 'separate'", "tests in an environment of their own"),
         ("[verifier]\nenv = { A = '${NOT_THERE}' }", "environment variable NOT_THERE"),

@@ -1,0 +1,50 @@
+"""The way from a closed box to one address."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from flotilla.agents.relay import SOCKET, relaying, url_inside
+
+
+async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer in capitals until the other side has said all."""
+    writer.write((await reader.read()).upper())
+    writer.close()
+
+
+async def said_through(folder: Path, url: str, text: bytes) -> bytes:
+    async with relaying(folder, url):
+        reader, writer = await asyncio.open_unix_connection(folder / SOCKET)
+        writer.write(text)
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
+    return answer
+
+
+async def test_bytes_are_passed_on_both_ways_and_ends_too(tmp_path: Path) -> None:
+    async with await asyncio.start_server(upper, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+
+        assert await said_through(tmp_path, f"http://127.0.0.1:{port}/v1", b"hello" * 50_000) == b"HELLO" * 50_000
+
+
+async def test_an_address_where_nobody_listens_ends_the_connection(tmp_path: Path) -> None:
+    assert await said_through(tmp_path, "http://127.0.0.1:9/v1", b"hello") == b""
+
+
+async def test_a_connection_that_is_open_ends_with_the_box(tmp_path: Path) -> None:
+    async with await asyncio.start_server(upper, "127.0.0.1", 0) as server:
+        async with relaying(tmp_path, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"):
+            reader, writer = await asyncio.open_unix_connection(tmp_path / SOCKET)
+            writer.write(b"hel")
+            await writer.drain()
+
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+def test_an_address_has_its_path_inside() -> None:
+    assert url_inside("https://gateway.example:8470/v1") == "http://127.0.0.1:47080/v1"

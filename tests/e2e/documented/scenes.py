@@ -466,7 +466,6 @@ NOT_HERE: Final = {
     ("examples/verifiers/README.md", ".venv-verifiers/bin/"): "tests/e2e/test_verifiers.py",
     ("examples/verifiers/README.md", "python examples/arithmetic/prepare.py"): "tests/e2e/test_verifiers.py",
     ("examples/verifiers/README.md", "flotilla "): "tests/e2e/test_verifiers.py",
-    ("examples/verifiers/README.md", "export TASKSET_OPTIONS="): "tests/e2e/test_environments.py",
     ("examples/harbor/README.md", ""): "tests/e2e/test_environments.py",
     ("examples/nemo_gym/README.md", ""): "tests/e2e/test_environments.py",
     ("docs/agents.md", "python -m flotilla.agents"): "tests/e2e/test_environments.py",

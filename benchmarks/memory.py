@@ -163,7 +163,7 @@ def measured(name: str, model: Path) -> int:
 
 def prepare(directory: Path, size: str) -> None:
     """Write a model with random weights, and a tokenizer that nothing reads."""
-    from flotilla.services.trainer.tiny_models.tokenizer import make_tokenizer
+    from flotilla.services.trainer.tiny_models.making import make_tokenizer
 
     write_model(directory, size, "bfloat16" if size == "0.6B" else "float32")
     make_tokenizer(["1 + 2 = 3"], ["1"], 4096).save_pretrained(directory)

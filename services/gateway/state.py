@@ -8,7 +8,7 @@ from typing import Final
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.checks.inquiries import Inquiries
 from flotilla.services.gateway.episodes.episodes import Episodes
-from flotilla.services.gateway.monitoring.health.keeping import restore_windows
+from flotilla.services.gateway.monitoring.health.measurements import restore_windows
 from flotilla.services.gateway.records.repository import OpenPlane
 from flotilla.services.gateway.runtime.cleaning import Cleaning
 from flotilla.services.gateway.runtime.data_plane import open_data_plane, why_no_answer

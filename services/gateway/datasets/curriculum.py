@@ -3,6 +3,8 @@
 The state is a snapshot at a group: how often each row was asked, and its mean reward. From there on each group's row is
 a function of the snapshot, the seed and the weights alone, so a gateway that comes back draws the same rows again.
 Grades move rows only with the next snapshot, which is stored before a group is issued by it.
+
+Reward services report how rows were answered lately; a curriculum takes each outcome once.
 """
 
 import heapq
@@ -12,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flotilla.shared.config.sections.curriculum import CurriculumConfig
-from flotilla.shared.schemas.health import RowOutcome
+from flotilla.shared.schemas.health import GradingReport, RowOutcome
 from flotilla.shared.schemas.task import sample_seed
 
 UNSEEN: Final = 0
@@ -174,3 +176,30 @@ class Curriculum:
     def _entry(self, row: int) -> tuple[int, int, int]:
         times = self._asked[row]
         return times, sample_seed(sample_seed(self._seed, times), row), row
+
+
+MOST_SESSIONS = 64
+
+
+class Outcomes:
+    """What each session of a reward service has told of newest outcomes that nobody has taken."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[str, dict[int, RowOutcome]] = {}
+
+    def add(self, report: GradingReport) -> None:
+        """Keep what a report has."""
+        if not report.outcomes:
+            return
+        if report.session not in self._by_session and len(self._by_session) >= MOST_SESSIONS:
+            del self._by_session[next(iter(self._by_session))]
+        self._by_session.setdefault(report.session, {}).update((each.number, each) for each in report.outcomes)
+
+    def since(self, seen: Mapping[str, int]) -> list[tuple[str, RowOutcome]]:
+        """List those after the ones that were taken, by session and in their order; forgets those before."""
+        found = []
+        for session, known in self._by_session.items():
+            for number in [each for each in known if each <= seen.get(session, 0)]:
+                del known[number]
+            found += [(session, known[number]) for number in sorted(known)]
+        return found

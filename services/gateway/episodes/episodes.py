@@ -1,7 +1,7 @@
 """What agents from outside ask of the gateway: an episode, its end, a reward that comes later.
 
-The gateway holds nothing of an episode: its id names experiment and rollout, its key is a pass that the gateway signs.
-So a gateway that restarts goes on where the one before was.
+The gateway holds nothing of an episode: its id names its experiment and the rollout that holds it, its key is a pass
+that the gateway signs. So it keeps no table of them, and a gateway that restarts goes on where the one before was.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from typing import Final
 
 from flotilla.services.gateway.access.quotas import check_episodes
 from flotilla.services.gateway.access.tokens import Tokens
-from flotilla.services.gateway.episodes.naming import EpisodeName
 from flotilla.services.gateway.episodes.rollouts import CALL_SECONDS, EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
@@ -46,6 +45,28 @@ from flotilla.shared.schemas.episode import (
 )
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.streams.mailbox import Delivery
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeName:
+    """An id, ``EXPERIMENT.SERVICE.REST``, taken apart; the experiment's may have full stops."""
+
+    text: str
+    experiment_id: str
+    service_id: str
+
+    @classmethod
+    def parse(cls, text: str) -> "EpisodeName":
+        """Read an id.
+
+        Raises:
+            NotFound: it is not one.
+        """
+        parts = text.rsplit(".", 2)
+        if len(parts) != 3 or not all(parts):
+            raise NotFound(f"there is no episode {text[:100]!r}")
+        return cls(text, parts[0], parts[1])
+
 
 SLICE_SECONDS: Final = 2.0
 """How long one rollout is waited for before the next is asked."""

@@ -4,12 +4,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from flotilla.services.gateway.datasets.curriculum import Outcomes
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.made import GroupMaker
-from flotilla.services.gateway.datasets.outcomes import Outcomes
 from flotilla.services.gateway.feeder.feeder import Feeder
-from flotilla.services.gateway.feeder.pools import PoolOrder
-from flotilla.services.gateway.feeder.rows import Place, RowOrder
+from flotilla.services.gateway.feeder.rows import Place, PoolOrder, RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.feeder.subscribed import SubscribedFeeder
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository

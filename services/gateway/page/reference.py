@@ -1,6 +1,8 @@
 """``GET /docs``: ``/openapi.json`` as a page to read, without a script and without anything from another host.
 
 Pages that send requests for their reader would be given tokens, and the usual ones load their program from elsewhere.
+
+The gateway's own page is served beside it.
 """
 
 from collections import defaultdict
@@ -10,6 +12,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
+
+from flotilla.services.gateway.page.files import add_page
 
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-cache"}
 STYLE = """
@@ -73,3 +77,9 @@ def _row(name: str, text: str) -> str:
 def _name_of(content: Mapping[str, Any]) -> str:
     schema = content.get("schema", {})
     return str(schema.get("$ref", "").rpartition("/")[2] or schema.get("title", ""))
+
+
+def add_pages(app: FastAPI) -> None:
+    """Serve both; neither is part of the interface that is described."""
+    add_page(app)
+    add_reference_page(app)

@@ -2,11 +2,17 @@
 
 Each part is looked at again before it goes: an experiment may have been resumed, or another begun from it. While a
 part goes its experiment cannot start. Files go before the record, so what a crash leaves is found at the next look.
+
+Links are never followed; all calls on files block.
 """
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator
+import os
+import shutil
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +21,66 @@ from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
-from flotilla.services.gateway.retention.files import remove, sizes_of
 from flotilla.services.gateway.retention.plan import Decision, Left, plan, why_needed
-from flotilla.services.gateway.retention.references import Reference, references
+from flotilla.services.gateway.retention.references import Reference, part_of, references
 from flotilla.services.gateway.samples.indexing import SampleIndexes
 from flotilla.shared.clock import Clock, rfc3339
 from flotilla.shared.errors import Conflict, FlotillaError, NotFound
 from flotilla.shared.schemas.retention import Part, PrunedPart, Pruning, Retention
 
 log = logging.getLogger(__name__)
+
+
+def sizes_of(directory: Path) -> Mapping[Part, int]:
+    """Add up what each part of an experiment's directory would free, in bytes.
+
+    A file with several names, such as one that a fork has links to, frees nothing. What vanishes meanwhile counts for
+    nothing.
+    """
+    found: Counter[Part] = Counter()
+    for entry in _entries(directory):
+        part = part_of(entry.name)
+        found[part] += _sum(entry.path) if entry.is_dir(follow_symlinks=False) else _size(entry.path)
+    return found
+
+
+def remove(directory: Path, part: Part) -> None:
+    """Delete a part of an experiment's directory, or all of it; what is gone already is no error.
+
+    Raises:
+        OSError: something could not be deleted; what could is gone.
+    """
+    meant = [entry for entry in _entries(directory) if part in {Part.RUN, part_of(entry.name)}]
+    for path in [*(Path(entry.path) for entry in meant), *([directory] if part is Part.RUN else ())]:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            continue
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    if directory.is_symlink():
+        return []
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _sum(folder: str) -> int:
+    return sum(_size(f"{where}/{name}") for where, _, names in os.walk(folder) for name in names)
+
+
+def _size(path: str) -> int:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 else 0
 
 
 class Retainer:

@@ -10,8 +10,7 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
-from flotilla.services.gateway.episodes.episodes import models_of
-from flotilla.services.gateway.episodes.naming import EpisodeName
+from flotilla.services.gateway.episodes.episodes import EpisodeName, models_of
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone
 from flotilla.services.gateway.routes.dependencies import Gateway
 from flotilla.services.gateway.state import GatewayState

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from flotilla.services.gateway.lifecycle.rules import views_of
-from flotilla.services.gateway.monitoring.idle_cores import Placed, advice_on_cores
+from flotilla.services.gateway.monitoring.bottleneck import Placed, advice_on_cores
 from flotilla.services.gateway.routes.dependencies import Gateway
 from flotilla.shared.schemas.experiment import DiagnosisView, ExperimentState, FailingService, Problem
 from flotilla.shared.schemas.health import HealthFinding

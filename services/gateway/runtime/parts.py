@@ -4,7 +4,7 @@ import asyncio
 from typing import Final
 
 from flotilla.services.gateway.access.tokens import Tokens
-from flotilla.services.gateway.datasets.held_out import HeldOutRows
+from flotilla.services.gateway.datasets.made import HeldOutRows
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.feeder.status import FeederStatus
 from flotilla.services.gateway.lifecycle.commands import ExperimentCommands

@@ -14,7 +14,6 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from flotilla.services.trainer.hosting.rules import reason_not_shared
 from flotilla.services.trainer.supervisor.process import KILL_SECONDS, ExitStatus, WorkerHandle, environment_of
 from flotilla.services.trainer.supervisor.supervisor import Process, StartWorker
 from flotilla.services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
@@ -22,10 +21,39 @@ from flotilla.shared.children.processes import READ_BYTES, python_module
 from flotilla.shared.children.spawning import Child, spawn
 from flotilla.shared.config.base.model import Threads
 from flotilla.shared.config.load.spec_text import validate_spec
+from flotilla.shared.config.rules.publication import KEY, publishes_adapters
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.config.spec import ExperimentSpec
 
 log = logging.getLogger(__name__)
+
+
+def reason_not_shared(spec: ExperimentSpec) -> str | None:
+    """Say why an experiment trains in a process of its own; None where it may share one.
+
+    Args:
+        spec: in which nothing is left to ``auto``.
+    """
+    if spec.model.lora is None:
+        return "it trains all weights: model.lora alone leaves a base that others can use"
+    if not publishes_adapters(spec):
+        return f"its images are whole weights: {KEY} is {spec.asynchrony.publication.lora}"
+    if spec.parallelism.ranks > 1:
+        return f"it has {spec.parallelism.ranks} ranks"
+    if spec.parallelism.device != "cpu":
+        return f"bases are shared on a CPU, not on {spec.parallelism.device}"
+    if spec.model.quantisation is not None:
+        return "model.lora.quantisation makes another base"
+    if spec.algorithm.needs_critic:
+        return "its critic is a whole model of its own"
+    if spec.exactness is not None:
+        return f"exactness {spec.exactness} computes in another way"
+    if spec.optimisation.compile_layers:
+        return "optimisation.compile_layers makes programs of its own layers"
+    if spec.shares_devices:
+        return "resources.sharing time moves the base away"
+    return None
+
 
 MODULE = "flotilla.services.trainer.hosting"
 SHARED_KILL_SECONDS = 60.0

@@ -21,8 +21,7 @@ from flotilla.services.trainer.algorithms.preference import PreferenceLoss, dpo_
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.batch import TrainingBatch, make_batch
 from flotilla.services.trainer.data.micro_batch import MicroBatch
-from flotilla.services.trainer.learning.learner import Learner, StepResult
-from flotilla.services.trainer.learning.metrics import algorithm_names, mean_of_updates
+from flotilla.services.trainer.learning.learner import Learner, StepResult, algorithm_names, mean_of_updates
 from flotilla.services.trainer.learning.mini_batches import split_by_groups
 from flotilla.services.trainer.models.optimizer import UpdateResult
 from flotilla.services.trainer.models.routers import balancing, router_metrics

@@ -14,8 +14,7 @@ from flotilla.services.trainer.models.quantised import PackedWeight, packed_laye
 from flotilla.services.trainer.models.routers import RouterLosses
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
-from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
-from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters, StreamedParameters
 from flotilla.shared.config.rules.publication import publishes_adapters
 from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import ModelError

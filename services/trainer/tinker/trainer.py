@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.tinker import files
+from flotilla.services.trainer.tinker.files import Usage
 from flotilla.services.trainer.tinker.losses import token_losses
 from flotilla.services.trainer.tinker.slots import Base, Slot, micro_batches
-from flotilla.services.trainer.tinker.usage import Usage
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.tinker.messages import Datum, ForwardBackwardRequest, write_output

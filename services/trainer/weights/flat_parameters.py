@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from flotilla.services.trainer.weights.increments import Increment
 from flotilla.services.trainer.weights.named_weights import Label, NamedWeights
-from flotilla.services.trainer.weights.parts import index_of
+from flotilla.services.trainer.weights.parts import Increment, index_of
 from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.tensors import TORCH_DTYPES, flat_view, on_wire
 

@@ -3,16 +3,34 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from types import MappingProxyType
+from typing import Protocol, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flotilla.services.trainer.weights.packed import NONE_PACKED, Packed
 from flotilla.shared.weights.image.checkpoint_names import pieces_of
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.image.tensors import on_wire, safetensors_name
+
+
+class Packed(Protocol):
+    """One of them."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight as it is published."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Likewise."""
+
+    def unpacked(self) -> Tensor:
+        """Make the weight, anew each time."""
+
+
+NONE_PACKED: Mapping[str, Packed] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ by one or by four. Ranks write different bytes, so nobody waits for another but 
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from flotilla.shared.weights.image.tensors import TORCH_DTYPES, flat_view, host_
 
 Index = tuple[slice | Tensor, ...]
 """Of each dim the elements; at most one dim has a tensor of positions, where they are no run."""
+Increment = Callable[[str, Index], Tensor | None]
+"""From a parameter's path, and which of its elements are asked for, to what is added to these; None for nothing."""
 
 
 @dataclass(frozen=True, eq=False)

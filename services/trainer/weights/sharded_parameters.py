@@ -1,6 +1,10 @@
 """A module's parameters where several ranks hold a part of each: named and laid out as one rank's are.
 
 Every rank writes its own elements straight into the image, at their places: no rank ever has the whole of a weight.
+
+Weights of which some are packed are written one by one. Where all of them are parameters, ``FlatParameters`` copies
+them in one go; but weights that are packed cannot lie in flat buffers as they are published, and all of them unpacked
+would be what packing saves.
 """
 
 import math
@@ -10,10 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from flotilla.services.trainer.weights.increments import Increment
-from flotilla.services.trainer.weights.named_weights import Label, NamedWeights
-from flotilla.services.trainer.weights.packed import NONE_PACKED, Packed
-from flotilla.services.trainer.weights.parts import Part, index_of, local_of, part_of
+from flotilla.services.trainer.weights.named_weights import NONE_PACKED, Label, NamedWeights, Packed
+from flotilla.services.trainer.weights.parts import Increment, Part, index_of, local_of, part_of, write_parts
+from flotilla.shared.weights.image.image import WeightImage
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.image.tensors import on_wire
 
@@ -115,3 +118,22 @@ class ShardedParameters:
                 parts.append(part_of(tensors[name], first[dtype], is_leader=self._is_leader, start=start))
                 start += tensors[name].numel()
         return parts
+
+
+class StreamedParameters(ShardedParameters):
+    """Those of one process. Arguments as of ``ShardedParameters``; one weight at a time is whole beside the model."""
+
+    @torch.no_grad()
+    def snapshot_into(self, image: WeightImage) -> None:
+        """Write header and weights into the image.
+
+        Raises:
+            ValueError: the image does not have the layout's size.
+            Conflict: the image is still being read.
+        """
+        layout = self.layout
+        if image.image_bytes != layout.image_bytes:
+            raise ValueError(f"the weights take {layout.image_bytes} bytes, the image has {image.image_bytes}")
+        with image.writing() as view:
+            view[: len(layout.header)] = layout.header
+            write_parts(image.mapped, layout, self.image_parts())

@@ -1,19 +1,52 @@
-"""The thread that computes for a session, and whom it computes beside."""
+"""The thread that computes for a session, and whom it computes beside; torch keeps to its cores."""
 
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from flotilla.services.trainer.models.shared_bases import SharedBases
-from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.parallel.turns import ComputeTurns, Seat
 from flotilla.shared.concurrency.cancelling import to_the_end
+from flotilla.shared.config.base.model import Threads
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.host.cores import CoreSeat
+
+
+class ComputeCores:
+    """The cores of one training process; the thread that computes calls it.
+
+    Args:
+        threads: that many, or ``auto``.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._seat = CoreSeat(threads=None if threads == "auto" else threads)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute meanwhile, and leave the cores to others afterwards."""
+        torch.set_num_threads(self._seat.begin())
+        try:
+            yield
+        finally:
+            self._seat.end()
+
+    def follow(self, model: nn.Module) -> None:
+        """Look again before each pass of a model: a step may take long, and others come and go meanwhile."""
+        model.register_forward_pre_hook(lambda *_: torch.set_num_threads(self._seat.threads()))
+
+    def close(self) -> None:
+        """Give the seat up."""
+        self._seat.close()
+
 
 T = TypeVar("T")
 

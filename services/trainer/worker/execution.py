@@ -16,7 +16,7 @@ from flotilla.services.trainer.models.memory import check_room
 from flotilla.services.trainer.parallel.commands import Opening
 from flotilla.services.trainer.parallel.job import OPENING, Place, entered
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
-from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.weights.sharded_parameters import StreamedParameters
 from flotilla.services.trainer.worker.control import ToldToEnd
 from flotilla.services.trainer.worker.images import Snapshots
 from flotilla.services.trainer.worker.leader import Leader

@@ -31,11 +31,11 @@ from flotilla.services.trainer.parallel.commands import (
     Snapshot,
     Train,
 )
-from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.services.trainer.parallel.remote_parts import send_parts, with_remote_parts
 from flotilla.services.trainer.weights.parts import map_file, write_parts
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
+from flotilla.services.trainer.worker.compute import ComputeCores
 from flotilla.shared.checkpoints.folders import StoredCheckpoint, state_of
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError

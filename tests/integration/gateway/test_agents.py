@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, Omit, OpenAI, omit
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseOutputText
 
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.episodes.naming import EpisodeName
+from flotilla.services.gateway.episodes.episodes import EpisodeName
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier

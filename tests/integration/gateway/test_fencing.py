@@ -4,7 +4,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from flotilla.services.gateway.runtime.fencing import MARK, Fence
+from flotilla.services.gateway.runtime.data_plane import MARK, Fence
 from flotilla.shared.errors import NotLeading
 from flotilla.shared.streams.redis.connection import connect
 

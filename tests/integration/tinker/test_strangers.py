@@ -18,7 +18,7 @@ from flotilla.services.gateway.tinker.bodies import (
     SaveForSampler,
     SaveWeights,
 )
-from flotilla.services.gateway.tinker.ended import EndedSessions
+from flotilla.services.gateway.tinker.opening import EndedSessions
 from flotilla.services.gateway.tinker.tinker import GRACE_SECONDS, SESSION_SECONDS, Gone, Tinker
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import FlotillaError, NotFound

@@ -21,8 +21,7 @@ from flotilla.services.trainer.models.loading import LoadedModel, without_weight
 from flotilla.services.trainer.parallel.ranks import MeshShape, Ranks, joined
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
 from flotilla.services.trainer.weights.parts import write_parts
-from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
-from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters, StreamedParameters
 from flotilla.shared.weights.image.image import WeightImage
 
 Work = Callable[[Ranks, Any], Any]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.gateway.datasets.dumped import FROM_DUMP, DumpedGroups
 from flotilla.services.gateway.datasets.loading import load_dump
+from flotilla.services.gateway.datasets.made import FROM_DUMP, DumpedGroups
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.samples.dump import dump_at

@@ -11,7 +11,7 @@ from flotilla.services.trainer.checkpoint.files import paths_in, reserve, shared
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.models.loading import load_model
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
-from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.weights.sharded_parameters import StreamedParameters
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.checkpoints.folders import AVERAGE, MODEL, OPTIMIZER
 from flotilla.shared.config.load.spec_text import with_changes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from flotilla.services.trainer.hosting.rules import reason_not_shared
+from flotilla.services.trainer.hosting.hosts import reason_not_shared
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.models.shared_bases import SharedBases
 from flotilla.services.trainer.parallel.turns import ComputeTurns

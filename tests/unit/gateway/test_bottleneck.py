@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flotilla.services.gateway.monitoring.bottleneck import Bottleneck, Look, StepTimes, find_bottleneck
-from flotilla.services.gateway.monitoring.window import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
+from flotilla.services.gateway.monitoring.health.measurements import ENOUGH_STEPS, MIN_SECONDS, WINDOW_SECONDS, Window
 from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import HopCounts, Ledger
 

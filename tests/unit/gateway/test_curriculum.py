@@ -10,7 +10,7 @@ from flotilla.services.gateway.datasets.curriculum import Curriculum, Snapshot
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.feeder.opening import RowSources, open_feeder
-from flotilla.services.gateway.feeder.pools import PoolOrder
+from flotilla.services.gateway.feeder.rows import PoolOrder
 from flotilla.services.gateway.lifecycle.rules import Rules
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.state import GatewayState

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import FinishedGroups, balance_of, check_rows
-from flotilla.services.gateway.datasets.held_out import HeldOutRows
 from flotilla.services.gateway.datasets.length_worker import render
+from flotilla.services.gateway.datasets.made import HeldOutRows
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.shared.clock import ManualClock
@@ -269,7 +269,7 @@ async def test_the_feeder_issues_them_to_the_trainer_whatever_was_consumed() -> 
 
 
 def test_held_out_rows_are_given_out_in_pages_while_the_experiment_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flotilla.services.gateway.datasets.held_out.PAGE_ROWS", 2)
+    monkeypatch.setattr("flotilla.services.gateway.datasets.made.PAGE_ROWS", 2)
     spec = spec_of(kind="sft", response_column="answer", max_tokens=6)
     rows = [{"prompt": "hi", "answer": "a b c" if number == 1 else "a"} for number in range(3)]
     held_out = HeldOutRows()

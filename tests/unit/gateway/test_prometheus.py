@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.services.gateway import prometheus
 from flotilla.services.gateway.monitoring.bottleneck import COMPONENTS, Look
-from flotilla.services.gateway.monitoring.lags import BOUNDS, LagHistogram
+from flotilla.services.gateway.monitoring.health.measurements import BOUNDS, LagHistogram
 from flotilla.services.gateway.prometheus import metrics_of
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock

@@ -7,8 +7,7 @@ from pathlib import Path
 from flotilla.importers.metrics import RECORDED
 from flotilla.services.trainer.data.group_metrics import Totals, describe_groups
 from flotilla.services.trainer.data.plan import StepGroups
-from flotilla.services.trainer.learning.learner import StepResult
-from flotilla.services.trainer.learning.metrics import RENAMED
+from flotilla.services.trainer.learning.learner import RENAMED, StepResult
 from flotilla.services.trainer.models.optimizer import UpdateResult
 from flotilla.services.trainer.worker.step_times import StepTimes, describe_step
 from flotilla.shared.schemas.trajectory import GradeStatus, Group

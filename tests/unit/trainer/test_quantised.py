@@ -19,7 +19,7 @@ from flotilla.services.trainer.models import quantised
 from flotilla.services.trainer.models.loading import LoadedModel, load_model
 from flotilla.services.trainer.models.quantised import QuantisedLinear, packed_layers, quantise
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
-from flotilla.services.trainer.weights.streamed_parameters import StreamedParameters
+from flotilla.services.trainer.weights.sharded_parameters import StreamedParameters
 from flotilla.shared.checkpoints.folders import MODEL, OPTIMIZER, StoredCheckpoint
 from flotilla.shared.checkpoints.lineage import Published
 from flotilla.shared.config.sections.model import QuantisationConfig

@@ -20,15 +20,13 @@ from torch import nn
 
 from flotilla.services.trainer.checkpoint.manager import Progress
 from flotilla.services.trainer.hosting import hosts, serving
-from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers, WorkerHost
-from flotilla.services.trainer.hosting.rules import reason_not_shared
+from flotilla.services.trainer.hosting.hosts import HostedWorker, SharedWorkers, WorkerHost, reason_not_shared
 from flotilla.services.trainer.hosting.serving import Answers, Workers
 from flotilla.services.trainer.models.shared_bases import SharedBases, around_the_same
-from flotilla.services.trainer.parallel.cores import ComputeCores
 from flotilla.services.trainer.parallel.turns import ComputeTurns
 from flotilla.services.trainer.supervisor.process import ExitStatus
 from flotilla.services.trainer.wire import Failed, FromWorker, Launch, Line, Order, Status
-from flotilla.services.trainer.worker.compute import ComputeThread
+from flotilla.services.trainer.worker.compute import ComputeCores, ComputeThread
 from flotilla.services.trainer.worker.control import RunControl
 from flotilla.services.trainer.worker.loop import TrainingLoop
 from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine

@@ -1,4 +1,4 @@
-from flotilla.services.trainer.tiny_models.tokenizer import make_tokenizer
+from flotilla.services.trainer.tiny_models.making import make_tokenizer
 from flotilla.shared.models.prompts import PromptTemplate
 from flotilla.shared.schemas.task import Message
 

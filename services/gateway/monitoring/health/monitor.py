@@ -7,7 +7,7 @@ from typing import Final
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.monitoring.health.checks import Found, find
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen, facts_of
-from flotilla.services.gateway.monitoring.health.keeping import stage_window, store_window
+from flotilla.services.gateway.monitoring.health.measurements import stage_window, store_window
 from flotilla.services.gateway.monitoring.health.remedies import command_for
 from flotilla.services.gateway.monitoring.health.window import WITHOUT_AUDIT, HealthWindow
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository

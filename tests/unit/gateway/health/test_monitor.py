@@ -8,7 +8,7 @@ import pytest
 from flotilla.services.gateway.lifecycle.states import Action
 from flotilla.services.gateway.monitoring.health.checks import find
 from flotilla.services.gateway.monitoring.health.evidence import StepFigures, facts_of
-from flotilla.services.gateway.monitoring.health.keeping import restore_windows
+from flotilla.services.gateway.monitoring.health.measurements import restore_windows
 from flotilla.services.gateway.monitoring.health.monitor import REFRESH_SECONDS, STORE_SECONDS, HealthMonitor
 from flotilla.services.gateway.monitoring.health.window import LOOKED_AT, HealthWindow
 from flotilla.services.gateway.preflight import checks

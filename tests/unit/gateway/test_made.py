@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.gateway.datasets.dumped import FROM_DUMP, DumpedGroups
 from flotilla.services.gateway.datasets.loading import load_dump
-from flotilla.services.gateway.datasets.made import open_maker
+from flotilla.services.gateway.datasets.made import FROM_DUMP, DumpedGroups, open_maker
 from flotilla.services.gateway.feeder.feeder import Feeder
 from flotilla.services.gateway.feeder.rows import RowOrder
 from flotilla.services.gateway.feeder.status import FeederStatus

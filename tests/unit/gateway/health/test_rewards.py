@@ -4,8 +4,8 @@ from math import comb
 
 import pytest
 
-from flotilla.services.gateway.monitoring.health.audit import audit_missing, graders_disagree, lower_bound
 from flotilla.services.gateway.monitoring.health.evidence import Audited
+from flotilla.services.gateway.monitoring.health.rewards import audit_missing, graders_disagree, lower_bound
 from flotilla.shared.config.sections.reward import AuditConfig
 from tests.unit.gateway.health.builders import SAMPLES, evidence, facts
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flotilla.services.trainer.data.engine_gaps import engine_gaps
+from flotilla.services.trainer.learning.trace import engine_gaps
 from flotilla.shared.schemas.sample_kinds import TrainedTokens
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.testing.builders import a_group, a_task

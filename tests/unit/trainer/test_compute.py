@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from flotilla.services.trainer.parallel import cores as cores_module
-from flotilla.services.trainer.parallel.cores import ComputeCores
+from flotilla.services.trainer.worker import compute as compute_module
+from flotilla.services.trainer.worker.compute import ComputeCores
 from flotilla.shared.host.cores import CoreSeat
 
 
@@ -31,7 +31,7 @@ def test_cores_are_shared_with_whoever_computes_in_the_middle_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seats = [CoreSeat(tmp_path, cores=lambda: frozenset(range(4)), now=lambda: 0.0) for _ in range(2)]
-    monkeypatch.setattr(cores_module, "CoreSeat", lambda threads: seats[0])
+    monkeypatch.setattr(compute_module, "CoreSeat", lambda threads: seats[0])
     cores, model, found = ComputeCores("auto"), nn.Linear(2, 2), []
     cores.follow(model)
     with cores.computing():

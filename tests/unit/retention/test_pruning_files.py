@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.receipts import FOLDER
-from flotilla.services.gateway.retention.files import remove, sizes_of
+from flotilla.services.gateway.retention.pruning import remove, sizes_of
 from flotilla.services.gateway.retention.references import KEPT
 from flotilla.services.trainer.worker.session import UNSENT
 from flotilla.shared.schemas.retention import Part

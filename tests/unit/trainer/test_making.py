@@ -1,4 +1,4 @@
-from flotilla.services.trainer.tiny_models.shrinking import shrunk
+from flotilla.services.trainer.tiny_models.making import shrunk
 
 
 def test_sizes_shrink_and_the_kind_stays() -> None:

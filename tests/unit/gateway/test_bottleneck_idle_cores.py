@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.services.gateway.monitoring.idle_cores import Placed, advice_on_cores
+from flotilla.services.gateway.monitoring.bottleneck import Placed, advice_on_cores
 from flotilla.shared.schemas.service import ServiceKind
 from tests.unit.gateway.builders import a_spec, spec_document
 

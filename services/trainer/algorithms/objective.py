@@ -63,10 +63,7 @@ def denominators_of(
     *,
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    sequence_index: Tensor,
-    num_sequences: int | None = None,
-    shares: Tensor | None = None,
+    sequences: PackedSequences,
 ) -> Denominators:
     """Count what one micro-batch adds to its mini-batch's denominators, after rejection; no forward pass is needed.
 
@@ -74,15 +71,11 @@ def denominators_of(
         config: the algorithm section.
         old_log_probs: [T] nats, the ratio's denominator.
         rollout_log_probs: [T] nats of the sampler.
-        response_mask: [T] bool.
-        sequence_index: [T] int64.
-        num_sequences: S; absent, read from ``sequence_index``.
-        shares: [S], what each sequence counts for; absent, 1.
+        sequences: S of them in T tokens.
 
     Returns:
         This micro-batch's part: ``Denominators.total`` adds parts, ``as_tensor`` is for summing across ranks.
     """
-    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences, shares)
     correction = config.resolved_correction
     if correction is None or correction.numerator == "current":
         return count_sampled(sequences)
@@ -126,16 +119,13 @@ def policy_objective(
     old_log_probs: Tensor,
     rollout_log_probs: Tensor,
     advantages: Tensor,
-    response_mask: Tensor,
-    sequence_index: Tensor,
+    sequences: PackedSequences,
     denominators: Denominators,
     ref_log_probs: Tensor | None = None,
     entropy: Tensor | None = None,
     scores: Tensor | None = None,
     sequence_weights: Tensor | None = None,
     selected: Tensor | None = None,
-    num_sequences: int | None = None,
-    shares: Tensor | None = None,
     kl_coefficient: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Objective:
@@ -147,16 +137,13 @@ def policy_objective(
         old_log_probs: [T] nats, what ``config.old_log_probs`` says.
         rollout_log_probs: [T] nats of the sampler.
         advantages: [T].
-        response_mask: [T] bool, True where the policy sampled the token.
-        sequence_index: [T] int64, a token's sequence within this micro-batch.
+        sequences: those of this micro-batch, S of them in T tokens.
         denominators: of the whole mini-batch.
         ref_log_probs: [T] nats of the reference; needed if the KL is in the loss.
         entropy: [T] nats; needed, with gradient, if ``entropy_coefficient`` is above 0, else only reported.
         scores: [S] rewards; needed by topr and by the supervised term.
         sequence_weights: [S] loss weights (see ``sample_weights``); absent, 1.
         selected: [T] bool, from ``selected_tokens``; needed by clip_cov and kl_cov with ``covariance_of: old``.
-        num_sequences: S; absent, read from ``sequence_index``.
-        shares: [S], what each sequence counts for; absent, 1.
         kl_coefficient: the controller's present value; absent, the config's.
         generator: draws for clip_cov.
 
@@ -166,7 +153,6 @@ def policy_objective(
     Raises:
         ValueError: an input that the config needs is missing.
     """
-    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences, shares)
     mask = sequences.response_mask
     # Padding may hold anything: a NaN there would come back through the gradient of an exponential.
     log_probs, old_log_probs, rollout_log_probs, advantages = (
@@ -252,14 +238,10 @@ def value_objective(
     value_preds: Tensor,
     old_values: Tensor,
     returns: Tensor,
-    response_mask: Tensor,
-    sequence_index: Tensor,
+    sequences: PackedSequences,
     denominators: Denominators,
-    num_sequences: int | None = None,
-    shares: Tensor | None = None,
 ) -> Objective:
     """Compute a micro-batch's share of the critic's loss; arguments as in ``policy_objective``."""
-    sequences = PackedSequences.of(sequence_index, response_mask, num_sequences, shares)
     mask = sequences.response_mask
     value_preds, old_values, returns = (torch.where(mask, v, 0.0) for v in (value_preds, old_values, returns))
     token_loss = value_loss(value_preds, old_values, returns, clip=config.clip)

@@ -6,7 +6,7 @@ reward, too few members to compare, a token that is too old) is resolved with it
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -288,9 +288,25 @@ class GroupSource:
             self._planned.add(group_id)
             self._ready.pop(group_id, None)
 
-    def plans_until(self, step: int) -> list[Plan]:
-        """List the plans up to a step that were not yet told to be durable."""
-        return [plan for number, plan in sorted(self._plans.items()) if number <= step]
+    async def commit(self, until: int, trained: IntervalSet, steps: Sequence[int] | None = None) -> None:
+        """Make steps final: a durable checkpoint contains them. A server that is absent is waited for.
+
+        Args:
+            until: the last one that is final.
+            trained: ids of the groups of all of them, and of those before.
+            steps: with a plan; None for all whose plan stands, rather than what was planned since the last time: a
+                server that came back from its log at an earlier state has steps again that were committed before.
+
+        Raises:
+            ClaimLost: a later trainer took over.
+        """
+        if steps is None:
+            steps = [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
+        if final := [step for step in steps if step <= until]:
+            await retry(partial(self._queue.commit, final), waiting_for=DATA_PLANE)
+        plans = [plan for number, plan in sorted(self._plans.items()) if number <= until]
+        await retry(partial(self._queue.record, plans), waiting_for=DATA_PLANE)
+        await retry(partial(self.on_durable, trained), waiting_for=DATA_PLANE)
 
     async def on_durable(self, trained: IntervalSet) -> None:
         """Record which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""

@@ -16,6 +16,7 @@ from flotilla.services.trainer.algorithms.objective import (
     policy_objective,
     selected_tokens,
 )
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.micro_batch import MicroBatch
 from flotilla.services.trainer.learning.mini_batches import MiniBatch, Prepared
 from flotilla.services.trainer.learning.pass_sizes import PassSizes
@@ -122,16 +123,18 @@ class PolicyGradient:
         micro_batches: Sequence[MicroBatch],
     ) -> Metrics:
         batch, config = prepared.batch, self._config
-        mask, index = batch.sequences.response_mask, batch.sequences.index
+        mask, index, shares = batch.sequences.response_mask, batch.sequences.index, batch.sequences.shares
         of_mini_batch = (index >= members.start) & (index < members.stop)
         denominators = denominators_of(
             config,
             old_log_probs=prepared.old_log_probs[of_mini_batch],
             rollout_log_probs=batch.rollout_log_probs[of_mini_batch],
-            response_mask=mask[of_mini_batch],
-            sequence_index=index[of_mini_batch] - members.start,
-            num_sequences=members.stop - members.start,
-            shares=None if (shares := batch.sequences.shares) is None else shares[members.start : members.stop],
+            sequences=PackedSequences(
+                index[of_mini_batch] - members.start,
+                mask[of_mini_batch],
+                members.stop - members.start,
+                None if shares is None else shares[members.start : members.stop],
+            ),
         )
         selected = selected_tokens(
             config,
@@ -183,16 +186,13 @@ class PolicyGradient:
             old_log_probs=prepared.old_log_probs[micro.tokens],
             rollout_log_probs=batch.rollout_log_probs[micro.tokens],
             advantages=prepared.advantages[micro.tokens],
-            response_mask=micro.sequences.response_mask,
-            sequence_index=micro.sequences.index,
+            sequences=micro.sequences,
             denominators=denominators,
             ref_log_probs=None if prepared.ref_log_probs is None else prepared.ref_log_probs[micro.tokens],
             entropy=micro.spread(found.entropy if config.entropy_coefficient else found.entropy.detach()),
             scores=batch.rewards[micro.members],
             selected=selected,
             sequence_weights=prepared.weights_of(micro.members),
-            num_sequences=len(micro.members),
-            shares=micro.sequences.shares,
             kl_coefficient=kl_coefficient,
             generator=generator,
         )

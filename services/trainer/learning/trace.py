@@ -1,6 +1,8 @@
 """What the updates of a step find about each of its tokens, kept for whoever looks at the step afterwards."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -100,26 +102,24 @@ class TokenTrace:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class TracedStep:
     """The same as arrays over the spans of all scored trajectories, which it cuts into one part for each of them."""
 
-    def __init__(
-        self,
-        *,
-        span_starts: Sequence[int],
-        span_lengths: Sequence[int],
-        mask: npt.NDArray[np.bool_],
-        advantages: Floats,
-        old_log_probs: Floats,
-        ref_log_probs: Floats | None,
-        log_probs: Floats,
-        weights: Floats,
-        clipped: Floats,
-    ) -> None:
-        self._starts, self._lengths, self._mask = span_starts, span_lengths, mask
-        self._offsets = np.concatenate([[0], np.cumsum(span_lengths)]).tolist()
-        self._advantages, self._old, self._ref = advantages, old_log_probs, ref_log_probs
-        self._log_probs, self._weights, self._clipped = log_probs, weights, clipped
+    span_starts: Sequence[int]
+    span_lengths: Sequence[int]
+    mask: npt.NDArray[np.bool_]
+    advantages: Floats
+    old_log_probs: Floats
+    ref_log_probs: Floats | None
+    log_probs: Floats
+    weights: Floats
+    clipped: Floats
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        found: list[int] = np.concatenate([[0], np.cumsum(self.span_lengths)]).tolist()
+        return found
 
     def of_groups(
         self, groups: Sequence[Group], lag: Callable[[int], int]
@@ -151,17 +151,17 @@ class TracedStep:
             full = np.full(trajectory.token_ids.shape[0], np.nan, np.float32)
             for number, begins in enumerate(piece_starts(trajectory), start=first):
                 span = slice(self._offsets[number], self._offsets[number + 1])
-                at = begins + self._starts[number]
-                full[at : at + self._lengths[number]] = np.where(self._mask[span], values[span], np.nan)
+                at = begins + self.span_starts[number]
+                full[at : at + self.span_lengths[number]] = np.where(self.mask[span], values[span], np.nan)
             return full
 
         return TrainedTokens(
-            advantages=placed(self._advantages),
-            old_log_probs=placed(self._old),
-            log_probs=placed(self._log_probs),
-            weights=placed(self._weights),
-            clipped=placed(self._clipped),
-            ref_log_probs=None if self._ref is None else placed(self._ref),
+            advantages=placed(self.advantages),
+            old_log_probs=placed(self.old_log_probs),
+            log_probs=placed(self.log_probs),
+            weights=placed(self.weights),
+            clipped=placed(self.clipped),
+            ref_log_probs=None if self.ref_log_probs is None else placed(self.ref_log_probs),
             lags=tuple((start, lag(version)) for start, version in trajectory.versions),
         )
 

@@ -210,11 +210,8 @@ class Critic:
             value_preds=micro.spread(values),
             old_values=self.moments.whiten(old_values[micro.tokens]),
             returns=self.moments.whiten(returns[micro.tokens]),
-            response_mask=micro.sequences.response_mask,
-            sequence_index=micro.sequences.index,
+            sequences=micro.sequences,
             denominators=denominators,
-            num_sequences=micro.sequences.count,
-            shares=micro.sequences.shares,
         )
         torch.autograd.backward(objective.loss if num_ranks == 1 else objective.loss * num_ranks)
         self.optimizer.collect()

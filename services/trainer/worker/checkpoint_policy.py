@@ -18,7 +18,7 @@ exists; whoever makes the next checkpoint waits for the one before.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +73,7 @@ class CheckpointWriter:
     Args:
         manager: writes.
         learner, progress, line: what.
-        queue, source: told when steps are final.
+        source: told when steps are final.
         reporter: told of each checkpoint.
         compute: the thread that may touch the weights.
         on_failure: told that a checkpoint failed and will be tried again, and None when one succeeded.
@@ -85,14 +85,13 @@ class CheckpointWriter:
         learner: Learner,
         progress: Progress,
         line: VersionLine,
-        queue: TrainerQueue,
         source: GroupSource,
         reporter: Reporter,
         compute: Executor,
         on_failure: Callable[[Failure | None], None],
     ) -> None:
         self._manager, self._learner, self._progress, self._line = manager, learner, progress, line
-        self._queue, self._source, self._reporter = queue, source, reporter
+        self._source, self._reporter = source, reporter
         self._compute, self._on_failure = compute, on_failure
         self._handed: asyncio.Queue[tuple[Point, CopiedCheckpoint]] = asyncio.Queue()
         self._settled = asyncio.Event()
@@ -183,27 +182,14 @@ class CheckpointWriter:
     async def _finish(self, point: Point, path: Path) -> None:
         self.durable_step = self.reached_step = point.step
         self._on_failure(None)
-        # What stands, rather than what was planned since the last time: a server that came back from its log at an
-        # earlier state has steps again that were committed before.
-        standing = [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
-        await self.commit(standing, point.step, point.trained)
+        await self.commit(point.step, point.trained)
         view = CheckpointView(step=point.step, version=point.version, path=str(path), at=rfc3339(time.time()))
         self._reporter.checkpoint(view)
         log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})
 
-    async def commit(self, steps: list[int], until: int, trained: IntervalSet) -> None:
-        """Make steps final.
-
-        Args:
-            steps: with a plan.
-            until: the last one that is final.
-            trained: ids of the groups of all of them, and of those before.
-        """
-        final = [step for step in steps if step <= until]
-        if final:
-            await retry(partial(self._queue.commit, final), waiting_for=DATA_PLANE)
-        await retry(partial(self._queue.record, self._source.plans_until(until)), waiting_for=DATA_PLANE)
-        await retry(partial(self._source.on_durable, trained), waiting_for=DATA_PLANE)
+    async def commit(self, until: int, trained: IntervalSet, steps: Sequence[int] | None = None) -> None:
+        """Make steps final; see ``GroupSource.commit``."""
+        await self._source.commit(until, trained, steps)
 
     async def _on_compute_thread(self, work: Callable[[], Answer]) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
@@ -252,7 +238,7 @@ class CheckpointPolicy:
         line: VersionLine,
         queue: TrainerQueue,
     ) -> None:
-        self.progress, self._line = progress, line
+        self.progress, self.line = progress, line
         self._config, self._learner, self._queue = config, learner, queue
         self._writer = writer
         self._early, self._retained_bytes = 0, 0.0
@@ -269,9 +255,7 @@ class CheckpointPolicy:
     async def begin(self) -> None:
         """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
         if self.progress.step:
-            await self._commit(
-                [plan.step for plan in await retry(partial(self._queue.plans_from, 0), waiting_for=DATA_PLANE)]
-            )
+            await self._commit()
             await retry(partial(self._queue.record, self.progress.recent), waiting_for=DATA_PLANE)
 
     @property
@@ -291,7 +275,7 @@ class CheckpointPolicy:
 
     @property
     def _is_at_version(self) -> bool:
-        return self._line.is_published(self.progress.step)
+        return self.line.is_published(self.progress.step)
 
     async def after_step(self, is_stopped: Callable[[], bool], values: Mapping[str, float]) -> None:
         """Write a checkpoint if one is due: training waits until the state is copied, and goes on while it is written.
@@ -395,8 +379,8 @@ class CheckpointPolicy:
         self._early += 1
         log.info("a checkpoint is made early", extra={"step": self.progress.step, "reason": reason})
 
-    async def _commit(self, steps: list[int]) -> None:
-        await self._writer.commit(steps, self.progress.step, self.progress.trained)
+    async def _commit(self, steps: Sequence[int] | None = None) -> None:
+        await self._writer.commit(self.progress.step, self.progress.trained, steps)
 
 
 async def _is_settled(publisher: Publisher) -> bool:

@@ -23,7 +23,6 @@ from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy
 from flotilla.services.trainer.worker.control import RunControl
 from flotilla.services.trainer.worker.device_shift import DeviceShift, always_held
 from flotilla.services.trainer.worker.held_out import HeldOutLoss
-from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.services.trainer.worker.publisher import Publisher
 from flotilla.services.trainer.worker.reporter import Reporter
 from flotilla.services.trainer.worker.samples import StepSamples
@@ -34,7 +33,6 @@ from flotilla.services.trainer.worker.step_times import (
     describe_step,
     record_step,
 )
-from flotilla.shared.checkpoints.lineage import VersionLine
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
@@ -71,23 +69,21 @@ class TrainingLoop:
         learner: StepLearner,
         planner: StepPlanner,
         publisher: Publisher,
-        images: ImagePool,
         durability: CheckpointPolicy,
         reporter: Reporter,
         control: RunControl,
         compute: Executor,
-        line: VersionLine,
         samples: StepSamples,
         held_out: HeldOutLoss | None = None,
         device: DeviceShift | None = None,
     ) -> None:
-        self._learner, self._planner, self._publisher, self._images = learner, planner, publisher, images
+        self._learner, self._planner, self._publisher = learner, planner, publisher
         self._durability, self._reporter, self._control, self._compute = durability, reporter, control, compute
         self.progress, self._times, self._watch = durability.progress, StepTimes(), GradientWatch()
         self._samples, self._held_out = samples, held_out
         self._device = device or always_held()
         self._is_sampled = learner.spec.finished_job is None
-        self.line, self.total_steps = line, learner.spec.optimisation.steps
+        self.line, self.total_steps = durability.line, learner.spec.optimisation.steps
         self._names = SeriesNames()
 
     def announce_change(self, newest: str | None) -> None:
@@ -217,9 +213,7 @@ class TrainingLoop:
             return
         oldest = self.line.oldest_allowed(self.version, self._planner.max_lag)
         await self._on_compute_thread(lambda: self._learner.keep_version(self.version, oldest))
-        await self._publisher.publish(
-            self.version, self.progress.step, lambda: self._on_compute_thread(self._images.snapshot)
-        )
+        await self._publisher.publish(self.version, self.progress.step, self._on_compute_thread)
 
     async def _finish(self) -> bool:
         is_last = self.progress.step == self.total_steps

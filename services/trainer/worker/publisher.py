@@ -81,16 +81,16 @@ class Publisher:
         """Whether the last publication is settled."""
         return self._task is None or self._task.done()
 
-    async def publish(self, version: int, step: int, snapshot: Callable[[], Awaitable[Path]]) -> None:
+    async def publish(self, version: int, step: int, compute: Callable[[Callable[[], Path]], Awaitable[Path]]) -> None:
         """Start to publish; returns as soon as the snapshot is taken, so that training goes on.
 
         Args:
             version: newer than the last one.
             step: optimiser steps that it contains.
-            snapshot: copies the present weights into an image of the pool, off the event loop.
+            compute: does blocking work on the thread that may touch the weights.
         """
         await self.settled()
-        path = await snapshot()
+        path = await compute(self._images.snapshot)
         self._task = asyncio.create_task(self._publish(version, path, step), name=f"publication {version}")
         self._begun.set()
 

@@ -163,7 +163,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         ended, theirs = samples.ended, around.source_version
         source = GroupSource(queue, needed, progress.trained, progress.totals, line, ended, theirs)
         publisher = _publisher(around, images)
-        writer = CheckpointWriter(manager, learner, progress, line, queue, source, reporter, compute, around.on_failure)
+        writer = CheckpointWriter(manager, learner, progress, line, source, reporter, compute, around.on_failure)
         durability = CheckpointPolicy(spec.checkpoint, writer, learner, progress, line, queue)
         planner = StepPlanner(spec, queue, around.plane.admission, source, line, live)
         trained = execution.learner(learner)
@@ -173,7 +173,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         stack.push_async_callback(publisher.close)
         await durability.begin()
         training = TrainingLoop(
-            trained, planner, publisher, images, durability, reporter, control, compute, line, samples, held_out, device
+            trained, planner, publisher, durability, reporter, control, compute, samples, held_out, device
         )
         yield Session(training, source, publisher, reporter, device, durability)
 

@@ -1,6 +1,7 @@
 """Small packed batches for the algorithm tests."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Batch:
     def groups(self) -> Groups:
         return Groups.of(self.group_index)
 
-    def tokens(self, chosen: Tensor) -> dict[str, Tensor]:
+    def tokens(self, chosen: Tensor) -> dict[str, Any]:
         """Take the tokens [T] bool of whole sequences, renumbered, as arguments of ``policy_objective``."""
         kept = torch.unique(self.sequences.index[chosen])
         numbering = torch.zeros(self.sequences.count, dtype=torch.long)
@@ -39,8 +40,9 @@ class Batch:
             "ref_log_probs": self.ref_log_probs[chosen],
             "advantages": self.advantages[chosen],
             "entropy": self.entropy[chosen],
-            "response_mask": self.sequences.response_mask[chosen],
-            "sequence_index": numbering[self.sequences.index[chosen]],
+            "sequences": PackedSequences(
+                numbering[self.sequences.index[chosen]], self.sequences.response_mask[chosen], len(kept)
+            ),
             "scores": self.scores[kept],
         }
 

@@ -1,11 +1,14 @@
 """The composed objective: what the trainer calls per micro-batch."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from flotilla.services.trainer.algorithms.aggregation import Denominators
 from flotilla.services.trainer.algorithms.metrics import combine, summarise
 from flotilla.services.trainer.algorithms.objective import denominators_of, policy_objective
+from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 from tests.unit.algorithms.building import Batch, a_batch
 
@@ -19,7 +22,7 @@ def run(config: AlgorithmConfig, batch: Batch, parts: list[list[int]]) -> tuple[
     batch.log_probs.requires_grad_(True)
     batch.log_probs.grad = None
     cuts = [torch.isin(batch.sequences.index, torch.tensor(part)) for part in parts]
-    static = ("old_log_probs", "rollout_log_probs", "response_mask", "sequence_index")
+    static = ("old_log_probs", "rollout_log_probs", "sequences")
     counted = [{name: batch.tokens(cut)[name] for name in static} for cut in cuts]
     denominators = Denominators.total(denominators_of(config, **arguments) for arguments in counted)
     objectives = [policy_objective(config, denominators=denominators, **batch.tokens(cut)) for cut in cuts]
@@ -143,17 +146,19 @@ def test_branches_of_an_episode_weigh_together_what_one_trajectory_does(name: st
     # The first sequence three times: three branches that say the same.
     thrice = torch.cat([torch.arange(6)] * 3 + [torch.arange(6, 10)])
     per_token = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
-    branches = {each: episode[each][thrice] for each in (*per_token, "response_mask")}
+    branches = {each: episode[each][thrice] for each in per_token}
+    mask = episode["sequences"].response_mask[thrice]
     index = torch.tensor([0] * 6 + [1] * 6 + [2] * 6 + [3] * 4)
     shares = torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0])
 
-    def loss(arguments: dict[str, torch.Tensor], shares: torch.Tensor | None) -> float:
-        static = ("old_log_probs", "rollout_log_probs", "response_mask", "sequence_index")
-        counted = denominators_of(config, **{each: arguments[each] for each in static}, shares=shares)  # type: ignore[arg-type]
-        made = policy_objective(config, denominators=counted, shares=shares, **arguments)  # type: ignore[arg-type]
-        return float(made.loss)
+    def loss(arguments: dict[str, Any]) -> float:
+        static = ("old_log_probs", "rollout_log_probs", "sequences")
+        counted = denominators_of(config, **{each: arguments[each] for each in static})
+        return float(policy_objective(config, denominators=counted, **arguments).loss)
 
-    joined = {**branches, "sequence_index": index, "scores": episode["scores"][torch.tensor([0, 0, 0, 1])]}
-    assert loss(joined, shares) == pytest.approx(loss(episode, None), rel=1e-5, abs=1e-7)
+    branches["scores"] = episode["scores"][torch.tensor([0, 0, 0, 1])]
+    joined = branches | {"sequences": PackedSequences(index, mask, 4, shares)}
+    assert loss(joined) == pytest.approx(loss(episode), rel=1e-5, abs=1e-7)
     if config.aggregation.mode != "token-sum":
-        assert loss(joined, None) != pytest.approx(loss(episode, None), rel=1e-3), "each counts without shares"
+        unshared = branches | {"sequences": PackedSequences(index, mask, 4)}
+        assert loss(unshared) != pytest.approx(loss(episode), rel=1e-3), "each counts without shares"

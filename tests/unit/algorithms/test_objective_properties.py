@@ -75,7 +75,7 @@ def train(config: AlgorithmConfig, batch: Batch, ranks: list[list[list[int]]]) -
         generator=torch.Generator().manual_seed(3),
     )
     cuts = [[torch.isin(batch.sequences.index, torch.tensor(part)) for part in rank] for rank in ranks]
-    static = ("old_log_probs", "rollout_log_probs", "response_mask", "sequence_index")
+    static = ("old_log_probs", "rollout_log_probs", "sequences")
     of_ranks = [
         Denominators.total(
             denominators_of(config, **{name: batch.tokens(cut)[name] for name in static}) for cut in rank
@@ -310,16 +310,15 @@ def test_nothing_is_read_back_from_the_device(kind: str, correction: str) -> Non
         name: torch.rand(12, device="meta")
         for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
     }
-    layout = {
-        "response_mask": torch.ones(12, dtype=torch.bool, device="meta"),
-        "sequence_index": torch.zeros(12, dtype=torch.long, device="meta"),
-    }
+    layout = PackedSequences(
+        torch.zeros(12, dtype=torch.long, device="meta"), torch.ones(12, dtype=torch.bool, device="meta"), 3
+    )
     log_probs = torch.rand(12, device="meta", requires_grad=True)
     old, rollout = on_device["old_log_probs"], on_device["rollout_log_probs"]
 
-    denominators = denominators_of(config, old_log_probs=old, rollout_log_probs=rollout, num_sequences=3, **layout)
+    denominators = denominators_of(config, old_log_probs=old, rollout_log_probs=rollout, sequences=layout)
     selected = selected_tokens(
-        config, old_log_probs=old, advantages=on_device["advantages"], response_mask=layout["response_mask"]
+        config, old_log_probs=old, advantages=on_device["advantages"], response_mask=layout.response_mask
     )
     objective = policy_objective(
         config,
@@ -328,9 +327,8 @@ def test_nothing_is_read_back_from_the_device(kind: str, correction: str) -> Non
         scores=torch.rand(3, device="meta"),
         sequence_weights=torch.rand(3, device="meta"),
         selected=selected,
-        num_sequences=3,
+        sequences=layout,
         **on_device,
-        **layout,
     )
     objective.loss.backward()
 

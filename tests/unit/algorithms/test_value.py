@@ -25,8 +25,7 @@ def test_a_clipped_value_loss_takes_the_worse_error() -> None:
         value_preds=torch.tensor([2.0, 0.1]),
         old_values=torch.zeros(2),
         returns=torch.tensor([2.0, 0.0]),
-        response_mask=sequences.response_mask,
-        sequence_index=sequences.index,
+        sequences=sequences,
         denominators=Denominators.of(2, 1),
     )
 

@@ -43,18 +43,12 @@ class Queue:
     async def retained(self) -> Any:
         return SimpleNamespace(size_bytes=0, planned=0, entries=0, is_crowded_by=lambda _: False)
 
-    async def plans_from(self, _: int) -> list[Any]:
-        return []
-
     async def record(self, _: Any) -> None:
         pass
 
 
 class Source:
-    def plans_until(self, _: int) -> list[Any]:
-        return []
-
-    async def on_durable(self, _: Any) -> None:
+    async def commit(self, *_: Any) -> None:
         pass
 
 
@@ -69,11 +63,11 @@ class Around:
         reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda _: None)
         self._compute = ThreadPoolExecutor(1)
         line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=9)
-        state = cast(Any, learner), progress, line, cast(Any, Queue())
+        state = cast(Any, learner), progress, line
         around = cast(Any, Source()), cast(Any, reporter), self._compute, self.failures.append
         writer = CheckpointWriter(cast(Any, disk), *state, *around)
         self.policy = CheckpointPolicy(
-            CheckpointConfig(every_steps=2, asynchronous=False, **checkpoint), writer, *state
+            CheckpointConfig(every_steps=2, asynchronous=False, **checkpoint), writer, *state, cast(Any, Queue())
         )
         progress.step = 4
 

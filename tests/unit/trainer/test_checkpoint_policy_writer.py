@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -66,9 +66,6 @@ class Queue:
     async def retained(self) -> Any:
         return SimpleNamespace(size_bytes=0, planned=0, entries=0, is_crowded_by=lambda _: self.is_crowded)
 
-    async def plans_from(self, _: int) -> list[Any]:
-        return [SimpleNamespace(step=step) for step in range(1, 10) if step not in self.committed]
-
     async def commit(self, steps: list[int]) -> None:
         if self.is_fenced:
             raise ClaimLost("a later trainer took over")
@@ -80,13 +77,13 @@ class Queue:
 
 
 class Source:
-    def __init__(self) -> None:
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
         self.durable: list[int] = []
 
-    def plans_until(self, _: int) -> list[Any]:
-        return []
-
-    async def on_durable(self, trained: Any) -> None:
+    async def commit(self, until: int, trained: Any, steps: Sequence[int] | None = None) -> None:
+        planned = [step for step in range(1, 10) if step not in self._queue.committed] if steps is None else steps
+        await self._queue.commit([step for step in planned if step <= until])
         self.durable = [each for start, end in trained.to_list() for each in range(start, end + 1)]
 
 
@@ -95,17 +92,20 @@ class Around:
 
     def __init__(self, disk: Disk, **checkpoint: Any) -> None:
         self.failures: list[Failure | None] = []
-        self.disk, self.queue, self.source = disk, Queue(), Source()
+        self.disk, self.queue = disk, Queue()
+        self.source = Source(self.queue)
         self.reported: list[int] = []
         self.compute = ThreadPoolExecutor(1)
         self._progress = Progress.start()
         learner = cast(Any, SimpleNamespace(spec=SimpleNamespace(groups_per_step=1)))
         line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=9)
-        state = learner, self._progress, line, cast(Any, self.queue)
+        state = learner, self._progress, line
         reporter = SimpleNamespace(sync=lambda: None, checkpoint=lambda view: self.reported.append(view.step))
         around = cast(Any, self.source), cast(Any, reporter), self.compute, self.failures.append
         writer = CheckpointWriter(cast(Any, disk), *state, *around)
-        self.policy = CheckpointPolicy(CheckpointConfig(every_steps=2, **checkpoint), writer, *state)
+        self.policy = CheckpointPolicy(
+            CheckpointConfig(every_steps=2, **checkpoint), writer, *state, cast(Any, self.queue)
+        )
 
     async def step(self, number: int, is_stopped: Callable[[], bool] = lambda: False, **values: float) -> None:
         self._progress.step = number

@@ -25,8 +25,8 @@ from tests.unit.trainer.test_reporter import Gateway
 class KilledAfterTheCheckpoint:
     """A checkpoint policy whose worker is killed when the checkpoint of a step is durable."""
 
-    def __init__(self, at: int) -> None:
-        self.progress = Progress.start()
+    def __init__(self, at: int, line: VersionLine) -> None:
+        self.progress, self.line = Progress.start(), line
         self._at = at
 
     async def after_step(self, is_stopped: Callable[[], bool], values: Mapping[str, float]) -> None:
@@ -99,12 +99,10 @@ async def test_a_worker_killed_after_a_checkpoint_loses_no_figures_of_its_step(t
             cast(Any, Learner()),
             cast(Any, Planner()),
             cast(Any, Publisher()),
-            cast(Any, None),
-            cast(Any, KilledAfterTheCheckpoint(at=2)),
+            cast(Any, KilledAfterTheCheckpoint(at=2, line=line)),
             killed,
             control,
             compute,
-            line,
             cast(Any, Samples()),
         )
         async with running(killed.run()):

@@ -128,10 +128,10 @@ class Rig:
         self.offered.append(version)
 
     async def publish(self, version: int) -> None:
-        async def snapshot() -> Path:
-            return self.images.snapshot()
+        async def at_once(work: Callable[[], Path]) -> Path:
+            return work()
 
-        await self.publisher.publish(version, version, snapshot)
+        await self.publisher.publish(version, version, at_once)
 
 
 MakeRig = Callable[[FakeGateway, FakeSender], Rig]

@@ -344,6 +344,7 @@ class LastCheckpoint:
 
     def __init__(self) -> None:
         self.progress, self.saved = Progress.start(), list[int]()
+        self.line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=3)
 
     async def settled(self) -> None:
         """Write nothing beside the steps."""
@@ -432,10 +433,9 @@ def test_one_that_is_given_up_waits_for_nobody() -> None:
 
 async def test_a_step_that_waits_for_its_turn_is_not_begun_when_the_experiment_ends() -> None:
     turns, cores, control = ComputeTurns(), ComputeCores(1), RunControl(on_state=lambda _: None)
-    line = VersionLine.of([INITIAL], steps_per_version=1, total_steps=3)
     durability, seat = LastCheckpoint(), turns.seat("ending", 1.0, lambda: control.is_stopped)
     with contextlib.closing(cores), ComputeThread(cores, seat) as compute:
-        parts = Learner(), Planner(), Publisher(), None, durability, None, control, compute, line, Samples()
+        parts = Learner(), Planner(), Publisher(), durability, None, control, compute, Samples()
         async with asyncio.timeout(20):
             with turns.seat("other", 1.0).turn():
                 running = asyncio.create_task(TrainingLoop(*cast(Any, parts)).run())

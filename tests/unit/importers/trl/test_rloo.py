@@ -75,7 +75,7 @@ def test_the_gradient_is_that_of_trls_formula(beta: float) -> None:
 
     batch.log_probs.requires_grad_()
     arguments = batch.tokens(torch.ones_like(batch.sequences.response_mask))
-    static = ("old_log_probs", "rollout_log_probs", "response_mask", "sequence_index")
+    static = ("old_log_probs", "rollout_log_probs", "sequences")
     denominators = denominators_of(config, **{name: arguments[name] for name in static})
     policy_objective(config, denominators=denominators, **arguments).loss.backward()
 

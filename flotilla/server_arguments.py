@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flotilla.services.rollout.engines.servers import arguments_reader
-from flotilla.services.rollout.engines.servers.command import clean_environment, flags, plain_names
+from flotilla.services.rollout.engines.servers.settings import clean_environment, flags, plain_names
 from flotilla.shared.config.sections.engine import ServerEngineConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import engine_pythons_from

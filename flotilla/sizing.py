@@ -15,9 +15,8 @@ from flotilla.shared.sizes.batches import arithmetic_of
 from flotilla.shared.sizes.engine import engine_footprint
 from flotilla.shared.sizes.fitting import overflow, refusal
 from flotilla.shared.sizes.model import read_sizes
-from flotilla.shared.sizes.others import read_others
 from flotilla.shared.sizes.parts import Footprint, Part, in_words
-from flotilla.shared.sizes.trainer import MOST_TOKENS, pass_of, trainer_footprint
+from flotilla.shared.sizes.trainer import MOST_TOKENS, pass_of, read_others, trainer_footprint
 
 OTHER_BYTES: Final = 600 * 10**6
 """Gateway, reward, sandbox, the services around engine and trainer, and Redis, measured on the arithmetic example."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from flotilla.shared.schemas.experiment import RuleView
 from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
-from flotilla.shared.schemas.rules import RuleView
 
 LONGEST_SHOWN = 160
 

@@ -1,4 +1,7 @@
-"""What becomes of every parameter in lists of them: JSON files with ``system`` and ``parameters: [{name}]``."""
+"""What becomes of every parameter in lists of them: JSON files with ``system`` and ``parameters: [{name}]``.
+
+Metrics that users of other systems look for by name are listed beside them.
+"""
 
 import json
 from collections import Counter
@@ -7,13 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flotilla.importers.metrics import METRICS
 from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.parameter import Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.verl.finished import VERL_SFT
 from flotilla.importers.verl.written import VERL_EVAL
 from flotilla.shared.errors import InvalidSpec
+
+RECORDED = {
+    "trainer/idle_ratio": "share of the time that the trainer waited for groups, per version",
+    "rollouter/idle_ratio": "share of the time that the rollouts sampled nothing, per version",
+    "fully_async/count/stale_samples_processed": "groups trained with a token of an older version, so far",
+    "fully_async/count/stale_trajectory_processed": "trajectories trained with a token of an older version, so far",
+    "fully_async/partial/total_partial_num": "trajectories of the step that span versions",
+    "fully_async/partial/partial_ratio": "their share",
+    "fully_async/partial/max_partial_span": "most versions that one spans",
+}
+
+METRICS: tuple[Parameter, ...] = (
+    *(
+        Parameter(name=name, verdict=Verdict.APPLIED, reason=f"recorded: {reason}", targets=(f"metric {name}",))
+        for name, reason in RECORDED.items()
+    ),
+)  # fmt: skip
+
 
 UNACCOUNTED = "unaccounted"
 INTERNAL = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from flotilla.services.rollout.engines.base import Engine, ProfilesSteps
 from flotilla.services.rollout.episodes.base import Episodes
-from flotilla.shared.config.sections.profiler import ProfilerConfig
+from flotilla.shared.config.sections.tracking import ProfilerConfig
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group

@@ -21,8 +21,7 @@ from flotilla.shared.errors import ModelError
 from flotilla.shared.files.beneath import read_beneath, sizes_beneath
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.schemas.live_changes import CurriculumState, LiveChange
-from flotilla.shared.schemas.plain_name import PlainName
-from flotilla.shared.schemas.wire import Described
+from flotilla.shared.schemas.wire import Described, PlainName
 
 CHECKPOINTS = "checkpoints"
 """Folder of an experiment's directory."""

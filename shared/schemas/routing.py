@@ -6,15 +6,28 @@ reads, has none. It stays compressed wherever nobody computes with it. Where it 
 its sizes are checked when it arrives, its ids before they reach a model.
 """
 
+import base64
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BeforeValidator, PlainSerializer
 
-from flotilla.shared.schemas.encoded_bytes import EncodedBytes
+
+def _decoded(value: Any) -> Any:
+    return base64.b64decode(value, validate=True) if isinstance(value, str) else value
+
+
+def _encoded(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+EncodedBytes = Annotated[bytes, BeforeValidator(_decoded), PlainSerializer(_encoded, return_type=str, when_used="json")]
+"""Bytes that are base64 where they are written as JSON."""
+
 
 MAX_EXPERTS = 1 << 15
 MAX_RECORD_BYTES = 1 << 29

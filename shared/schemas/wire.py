@@ -11,10 +11,12 @@ import inspect
 import sys
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
+
+from flotilla.shared.files.beneath import Outside, components
 
 
 class Described(BaseModel):
@@ -78,3 +80,15 @@ class TolerantWire(Wire):
     """
 
     model_config = ConfigDict(extra="ignore")
+
+
+def _is_plain(name: str) -> str:
+    try:
+        components(name)
+    except Outside as error:
+        raise ValueError(error.strerror) from None
+    return name
+
+
+PlainName = Annotated[str, AfterValidator(_is_plain)]
+"""The name of a file below a folder, such as ``model/config.json``."""

@@ -9,9 +9,8 @@ from flotilla.shared.host.control_groups import available_bytes, limit_bytes
 from flotilla.shared.sizes.engine import engine_footprint
 from flotilla.shared.sizes.fitting import check_device, check_host
 from flotilla.shared.sizes.model import ModelSizes, read_sizes
-from flotilla.shared.sizes.others import read_others
 from flotilla.shared.sizes.parts import Footprint
-from flotilla.shared.sizes.trainer import trainer_footprint
+from flotilla.shared.sizes.trainer import read_others, trainer_footprint
 
 log = logging.getLogger(__name__)
 

@@ -4,6 +4,8 @@
 
 A pass is at its largest at one of three times: when the output layer's gradient is computed and everything is kept,
 when the last layer's is, and at the end, where a tied embedding has two gradients to add.
+
+Beside the policy a trainer loads teachers, and what a critic begins as.
 """
 
 import math
@@ -14,8 +16,10 @@ from typing import Final
 from flotilla.shared.config.rules.publication import publishes_adapters
 from flotilla.shared.config.sections.job import RewardModelJobConfig
 from flotilla.shared.config.spec import ExperimentSpec, other_models
+from flotilla.shared.errors import ModelError
+from flotilla.shared.models.hub import model_directory
 from flotilla.shared.sizes.batches import StepArithmetic, arithmetic_of
-from flotilla.shared.sizes.model import ModelSizes
+from flotilla.shared.sizes.model import ModelSizes, read_sizes
 from flotilla.shared.sizes.parts import Footprint, Part, counted
 from flotilla.shared.sizes.passes import (
     How,
@@ -286,3 +290,15 @@ def _remedies(
     if spec.asynchrony.publication.wire_dtype is None and size == 4 and spec.needs_rollouts:
         found.append(("asynchrony.publication.wire_dtype: bfloat16", IMAGES * 2 * sizes.parameters))
     return sorted(((key, saved) for key, saved in found if saved > 0), key=lambda each: -each[1])
+
+
+def read_others(spec: ExperimentSpec) -> tuple[dict[str, ModelSizes], list[str]]:
+    """Read them, by the dotted field of their path, and list the fields of those that cannot be. Blocks for headers."""
+    found: dict[str, ModelSizes] = {}
+    unknown: list[str] = []
+    for field, model in other_models(spec).items():
+        try:
+            found[field] = read_sizes(model_directory(model))
+        except ModelError:
+            unknown.append(field)
+    return found, unknown

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.importers.metrics import RECORDED
+from flotilla.importers.coverage import RECORDED
 
 SUMMARY_KEYS = {
     "status",

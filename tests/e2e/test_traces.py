@@ -11,7 +11,7 @@ import pytest
 from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands.timeline import timeline
 from flotilla.shared.schemas.task import Lane
-from flotilla.shared.telemetry.tracing.span import issue_of
+from flotilla.shared.telemetry.tracing.tracer import issue_of
 from tests.fleet import make_experiment, running_fleet, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]

@@ -18,8 +18,8 @@ from flotilla.importers.openrlhf.system import (
     tracking,
 )
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import dtype_of
 from flotilla.importers.system import Rule, System, make_system
 from flotilla.importers.values import count, flag, integer, number, pieces, text
 from flotilla.shared.config.sections.data import PLACE

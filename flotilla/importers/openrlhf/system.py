@@ -4,14 +4,11 @@ import math
 from typing import Any
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter
-from flotilla.importers.attention import attention_of
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
 from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
-from flotilla.importers.pictures import WHOLE_ROWS, not_seen
-from flotilla.importers.precision import dtype_of
 from flotilla.importers.source import Source
-from flotilla.importers.spelling import is_private_host
+from flotilla.importers.spelling import WHOLE_ROWS, attention_of, dtype_of, is_private_host, not_seen
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import same
 from flotilla.shared.config.sections.data import PLACE

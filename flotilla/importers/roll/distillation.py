@@ -2,11 +2,10 @@
 
 from typing import Any, Final
 
-from flotilla.importers.attention import ROUTER_DTYPE
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll.rows import CONFIG, CUTTING, ENVIRONMENT, KERNELS, PLACEMENT, SHARDING
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import ROUTER_DTYPE, dtype_of
 from flotilla.importers.values import flag, number, text
 
 Fields = dict[str, Any]

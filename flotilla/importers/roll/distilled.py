@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.parameter import applied, ignored, refused, translated, unsupported
-from flotilla.importers.precision import dtype_of
 from flotilla.importers.roll import distillation, finished
 from flotilla.importers.roll.fine_tuning import ROLL_SFT, sizes_by
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CUTTING, TRAIN
 from flotilla.importers.roll.system import ROLL, adapters, tracking
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import dtype_of
 from flotilla.importers.system import System, make_system
 from flotilla.importers.values import flag, integer, number, text
 

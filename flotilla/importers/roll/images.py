@@ -3,10 +3,10 @@
 from typing import Any, Final
 
 from flotilla.importers.parameter import Inherit, Parameter, applied, ignored, refused, translated
-from flotilla.importers.pictures import OF_A_MODEL, not_seen
 from flotilla.importers.roll.launch import MODULE, TEXT, VISION
 from flotilla.importers.roll.rows import TRAIN
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import OF_A_MODEL, not_seen
 from flotilla.importers.values import count, text
 
 Fields = dict[str, Any]

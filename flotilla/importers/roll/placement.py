@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla.importers.parameter import UNSET
-from flotilla.importers.pictures import WHOLE_ROWS
 from flotilla.importers.roll.images import has_images
 from flotilla.importers.roll.rows import CONFIG, INFER, TRAIN
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import WHOLE_ROWS
 from flotilla.importers.values import same, wrong
 from flotilla.shared.config.sections.parallelism import MOST_RANKS
 

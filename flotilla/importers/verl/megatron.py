@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flotilla.importers.attention import ROUTER_DTYPE
 from flotilla.importers.parameter import NOTHING, Parameter, ignored, refused, translated, unsupported
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import ROUTER_DTYPE
 from flotilla.importers.values import number, text
 from flotilla.importers.verl.actor import ACTOR, KERNELS, REF, SHARDING
 

@@ -3,8 +3,8 @@ GPUs here, too."""
 
 from typing import Any
 
-from flotilla.importers.attention import attention_of
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import attention_of
 from flotilla.importers.verl.actor import ACTOR, MODEL, REF
 from flotilla.importers.verl.images import adapters
 from flotilla.importers.verl.learning import kl

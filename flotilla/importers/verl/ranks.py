@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.importers.pictures import WHOLE_ROWS
 from flotilla.importers.source import Source
+from flotilla.importers.spelling import WHOLE_ROWS
 from flotilla.importers.values import same
 from flotilla.importers.verl.actor import ACTOR
 from flotilla.importers.verl.images import has_images

@@ -3,9 +3,8 @@
 from typing import Any
 
 from flotilla.importers.parameter import UNSET
-from flotilla.importers.precision import DTYPES, HALF, dtype_of
 from flotilla.importers.source import Source
-from flotilla.importers.trackers import chosen, swanlab_project
+from flotilla.importers.spelling import DTYPES, HALF, chosen, dtype_of, swanlab_project
 from flotilla.importers.values import integer, same
 from flotilla.importers.verl.actor import ACTOR, COMPUTED_IN, MEGATRON, OPTIM
 from flotilla.importers.verl.data import ROLLOUT_NAME

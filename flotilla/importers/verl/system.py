@@ -1,14 +1,17 @@
-"""verl as a system to import from, and how its launch files are read."""
+"""verl as a system to import from, and how its launch files are read.
+
+verl's ``trainer.val_only``: the held-out problems are answered and graded once, and nothing is trained.
+"""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.parameter import UNSET, Inherit, ignored
 from flotilla.importers.shell import given_variables, read_script
-from flotilla.importers.source import Given
+from flotilla.importers.source import Given, Source
 from flotilla.importers.system import System, make_system
 from flotilla.importers.verl import (
     actor,
@@ -30,7 +33,37 @@ from flotilla.importers.verl import (
     tools,
     trainer,
 )
-from flotilla.importers.verl.validation import only_validated
+
+VALIDATION_ONLY: Final = "trainer.val_only"
+KEPT: Final = ("name", "seed", "model", "data", "rollout", "reward", "samples", "tracking", "evaluation")
+"""Sections that say how problems are answered and graded, and how that is kept."""
+OF_TRAINING: Final = (
+    "model.lora", "data.path", "data.sources", "data.max_rows", "data.shuffle", "reward.group_filter",
+    "evaluation.every_versions",
+)  # fmt: skip
+"""Of these what training alone reads."""
+
+
+def only_validated(source: Source, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave of a spec what an evaluation reads, where the run ends after its validation; else return all of it."""
+    if not source.value(VALIDATION_ONLY):
+        return dict(fields)
+    if not any(field.startswith("evaluation.") for field in fields):
+        source.refuse(VALIDATION_ONLY, "there are no held-out problems to answer: give data.val_files")
+        return dict(fields)
+    left = {field: value for field, value in fields.items() if _is_read(field)}
+    source.missing[:] = [each for each in source.missing if _is_read(each.partition(":")[0])]
+    for name in [*source.read]:
+        targets = source.system.parameters[name].targets
+        if targets and name != VALIDATION_ONLY and not any(_is_read(target) for target in targets):
+            source.read.discard(name)
+    return left | {"job.kind": "evaluation"}
+
+
+def _is_read(field: str) -> bool:
+    is_training = any(field == each or field.startswith(f"{each}.") for each in OF_TRAINING)
+    return field.partition(".")[0] in KEPT and not is_training
+
 
 OWN = frozenset(
     {*launch.OWN, "sft_trainer",

@@ -24,9 +24,8 @@ from flotilla.shared.config.load.live import keys_between
 from flotilla.shared.config.load.rule_effects import changed_with, values_of
 from flotilla.shared.config.sections.rule import PauseConfig, RuleConfig, StopConfig
 from flotilla.shared.errors import InvalidSpec
-from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.experiment import ExperimentState, RuleFired, RuleView
 from flotilla.shared.schemas.live_changes import LiveChange
-from flotilla.shared.schemas.rules import RuleFired, RuleView
 
 log = logging.getLogger(__name__)
 

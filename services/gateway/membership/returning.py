@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.monitoring.usage import machine_of
 from flotilla.services.gateway.records.repository import ExperimentRepository
-from flotilla.services.gateway.registry.services import LiveService, Registry
-from flotilla.services.gateway.registry.silence import no_contact
+from flotilla.services.gateway.registry.services import LiveService, Registry, no_contact
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.services.gateway.store.transaction import Transaction

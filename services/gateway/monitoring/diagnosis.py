@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flotilla.services.gateway.monitoring.agents import AgentsSeen, missing_agents
-from flotilla.services.gateway.registry.silence import host_of, told
+from flotilla.services.gateway.registry.services import host_of, told
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.publication import PublicationPhase

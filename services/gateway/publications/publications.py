@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.publications.durations import Durations
-from flotilla.services.gateway.publications.epochs import Epoch, epoch_for
 from flotilla.services.gateway.publications.negotiation import DeadlinePassed as Late
 from flotilla.services.gateway.publications.negotiation import (
+    Epoch,
     MemberGone,
     Negotiation,
     NegotiationEvent,
@@ -19,6 +19,7 @@ from flotilla.services.gateway.publications.negotiation import (
     SenderGone,
     announce,
     breaks_epoch,
+    epoch_for,
     is_alike,
     negotiation_of,
     newest_of,

@@ -3,6 +3,8 @@
 A lease is renewed by every status call and lasts through the call's wait. A caller whose connection broke while it
 waited keeps a short rest of it, long enough to call again. A rollout has no more than that between two calls either:
 while it is silent its experiment's next version waits for it, and one that was given up too early only registers again.
+
+The silence of a host is named by the address that others reach it at, and in few steps of time.
 """
 
 import hashlib
@@ -456,3 +458,22 @@ def _is_unspecified(address: str) -> bool:
 def wake_services(registry: Registry, experiment_id: str) -> None:
     """Let all services of an experiment ask again what they should do."""
     fire_in_turn([service.changed for service in registry.of(experiment_id)])
+
+
+TOLD_SECONDS = (1, 2, 5, 10, 15, 20, 30, 45, 60, 120, 300)
+"""Silences that are told apart: each new one changes what is stored of an experiment."""
+
+
+def no_contact(record: ServiceRecord, seconds: float) -> str:
+    """Say that a service's host is silent, such as ``no contact with 10.0.0.3 (rollout-1a2b3c4d) for 10 s``."""
+    return f"no contact with {host_of(record)} for {told(seconds)} s"
+
+
+def told(seconds: float) -> int:
+    """Round a silence down to one that is told."""
+    return max((each for each in TOLD_SECONDS if each <= seconds), default=0)
+
+
+def host_of(record: ServiceRecord) -> str:
+    """Name a service's host, and the service: ``10.0.0.3 (rollout-1a2b3c4d)``."""
+    return f"{urlsplit(record.address).hostname or record.host} ({record.id})"

@@ -1,4 +1,7 @@
-"""One episode with one agent: what it asks is sampled and recorded, within its limits of time and count."""
+"""One episode with one agent: what it asks is sampled and recorded, within its limits of time and count.
+
+What takes the processor for long runs on threads beside the event loop, which has health, leases and streams to serve.
+"""
 
 import asyncio
 import hashlib
@@ -8,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from flotilla.services.rollout.agents.conversation import Conversations, Draft, Prompt, TooManyBranches
 from flotilla.services.rollout.agents.messages import MessagesChat, messages_reply, read_messages
@@ -23,7 +26,6 @@ from flotilla.services.rollout.agents.requests import (
 )
 from flotilla.services.rollout.agents.responses import ResponsesChat, ResponsesReply, read_responses, responses_reply
 from flotilla.services.rollout.agents.template import ChatTemplate
-from flotilla.services.rollout.agents.threads import Threads
 from flotilla.services.rollout.engines.base import (
     Completion,
     Engine,
@@ -124,6 +126,34 @@ class _Turn:
     sampling: "asyncio.Task[_Sampled]"
     reply: Reply | None = None
     waiting: list[HasHungUp] = field(default_factory=list)
+
+
+MOST_AT_A_TIME: Final = 2
+"""Of the threads that the process has for such work: weights are checked and staged on them, too."""
+
+Result = TypeVar("Result")
+
+
+class Threads:
+    """Runs work on threads, so much at a time; what is more waits, in order."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(MOST_AT_A_TIME)
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run work that reads what the loop may append to meanwhile, and changes nothing.
+
+        Cancelling leaves it running, in its place, until it ends.
+        """
+        await self._places.acquire()
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        working.add_done_callback(self._ended)
+        return await asyncio.shield(working)
+
+    def _ended(self, working: "asyncio.Future[Result]") -> None:
+        self._places.release()
+        if not working.cancelled():
+            working.exception()  # whoever asked may be gone
 
 
 class Episode:

@@ -15,9 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone
+from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone, Threads
 from flotilla.services.rollout.agents.template import ChatTemplate
-from flotilla.services.rollout.agents.threads import Threads
 from flotilla.services.rollout.engines.base import Engine
 from flotilla.services.rollout.episodes.resumption import resume_rule, rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally

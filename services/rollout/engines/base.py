@@ -17,10 +17,9 @@ import numpy.typing as npt
 from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import WorkerDied
-from flotilla.shared.schemas.encoded_bytes import EncodedBytes
 from flotilla.shared.schemas.engine import EngineCapability
 from flotilla.shared.schemas.publication import PublicationOrder
-from flotilla.shared.schemas.routing import RoutedExperts
+from flotilla.shared.schemas.routing import EncodedBytes, RoutedExperts
 from flotilla.shared.schemas.trajectory import FinishReason
 
 OnEngineDeath = Callable[[WorkerDied], None]

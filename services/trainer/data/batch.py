@@ -4,8 +4,6 @@ A sequence is one scored trajectory, or a part of one whose turns have prompts o
 positions from its first sampled token to its end: all that a loss can look at. [T] tensors hold the spans of all
 sequences one after another, [S] tensors one value per sequence.
 
-The turns of a batch: which of its tokens belong to which, and what the environment gave for each.
-
 A sequence without turns is one turn. Tokens that the policy was shown belong to the turn that follows them.
 """
 
@@ -21,9 +19,8 @@ from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentS
 from flotilla.services.trainer.algorithms.advantages.returns import rewards_at_last_token
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
 from flotilla.services.trainer.data.illustrations import Illustration, illustration_of
-from flotilla.services.trainer.data.pieces import piece_starts, pieces
 from flotilla.shared.errors import DataError
-from flotilla.shared.schemas.routing import Ids, RoutingSizes
+from flotilla.shared.schemas.routing import Ids, RoutedExperts, RoutingSizes
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
 from flotilla.shared.vision.processor import ImageProcessor
@@ -417,4 +414,41 @@ def environment_steps(batch: TrainingBatch, layout: TurnLayout, weight: float) -
         step_index=layout.place,
         state_index=layout.states,
         episode_scores=batch.rewards[layout.owner],
+    )
+
+
+def piece_starts(trajectory: Trajectory) -> list[int]:
+    """Return where each sequence begins in the trajectory's tokens, the first at 0."""
+    return [0, *(turn.start for turn in trajectory.turns[1:] if turn.is_fresh)]
+
+
+def pieces(trajectory: Trajectory) -> list[Trajectory]:
+    """Cut a trajectory before each prompt that stands alone; each part has the reward of the whole."""
+    starts = piece_starts(trajectory)
+    if len(starts) == 1:
+        return [trajectory]
+    ends = [*starts[1:], trajectory.token_ids.shape[0]]
+    spans = list(zip(starts, ends, strict=True))
+    routed: list[RoutedExperts | None] = [None] * len(spans)
+    if trajectory.experts is not None:
+        routed = [*trajectory.experts.parts([(start, end - 1) for start, end in spans])]
+    return [_part(trajectory, *span, experts) for span, experts in zip(spans, routed, strict=True)]
+
+
+def _part(whole: Trajectory, start: int, end: int, experts: RoutedExperts | None) -> Trajectory:
+    taught = whole.teacher_log_probs
+    before = [version for at, version in whole.versions if at <= start]
+    return replace(
+        whole,
+        token_ids=whole.token_ids[start:end],
+        loss_mask=whole.loss_mask[start:end],
+        log_probs=whole.log_probs[start:end],
+        versions=((0, before[-1]), *((at - start, version) for at, version in whole.versions if start < at < end)),
+        turns=tuple(
+            replace(turn, start=turn.start - start, sampled=turn.sampled - start, end=turn.end - start)
+            for turn in whole.turns
+            if start <= turn.start < end
+        ),
+        teacher_log_probs=None if taught is None else taught[start:end],
+        experts=experts,
     )

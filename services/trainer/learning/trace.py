@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from flotilla.services.trainer.algorithms.objective import TokenFigures
-from flotilla.services.trainer.data.batch import scored_trajectories
+from flotilla.services.trainer.data.batch import piece_starts, scored_trajectories
 from flotilla.services.trainer.data.micro_batch import MicroBatch
-from flotilla.services.trainer.data.pieces import piece_starts
 from flotilla.services.trainer.learning.mini_batches import Prepared
 from flotilla.services.trainer.parallel.ranks import Ranks
 from flotilla.shared.schemas.sample_kinds import TrainedTokens

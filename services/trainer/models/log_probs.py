@@ -26,9 +26,9 @@ from flotilla.services.trainer.algorithms.log_probs import (
 from flotilla.services.trainer.data.packing import ModelInput, Packing
 from flotilla.services.trainer.models.attention import attended_by_sequence
 from flotilla.services.trainer.models.fused_layers import fuse_layers
-from flotilla.services.trainer.models.host_memory import ParkedTensors
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.models.native.kernels import kernels_for
+from flotilla.services.trainer.models.offloading import ParkedTensors
 from flotilla.services.trainer.models.stored_weights import StoredWeights
 from flotilla.services.trainer.models.traits import (
     Traits,

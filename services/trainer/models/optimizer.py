@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from flotilla.services.trainer.models.host_memory import ParkedTensors
+from flotilla.services.trainer.models.offloading import ParkedTensors
 from flotilla.services.trainer.weights.parts import local_of, localized
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.errors import ModelError

@@ -8,8 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flotilla.services.trainer.data.batch import TrainingBatch, make_batch, scored_trajectories
-from flotilla.services.trainer.data.pieces import piece_starts
+from flotilla.services.trainer.data.batch import TrainingBatch, make_batch, piece_starts, scored_trajectories
 from flotilla.services.trainer.data.source import find_problem, requirements_of
 from flotilla.services.trainer.learning.advantages import step_advantages, with_teacher
 from flotilla.shared.config.sections.advantage import (

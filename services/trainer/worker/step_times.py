@@ -10,7 +10,7 @@ from flotilla.services.trainer.learning.learner import StepResult
 from flotilla.shared.errors import ModelError
 from flotilla.shared.telemetry.logging import experiment_id
 from flotilla.shared.telemetry.tracing.recording import tracer
-from flotilla.shared.telemetry.tracing.span import Attribute, Span, issue_of
+from flotilla.shared.telemetry.tracing.tracer import Attribute, Span, issue_of
 
 MAX_BROKEN_STEPS = 3
 

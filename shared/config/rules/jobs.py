@@ -14,11 +14,11 @@ from flotilla.shared.config.sections.evaluation import EvaluationConfig
 from flotilla.shared.config.sections.job import FinishedJob, KtoConfig, RewardModelJobConfig, SftConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
-from flotilla.shared.config.sections.profiler import ProfilerConfig
 from flotilla.shared.config.sections.publication import PublicationConfig
 from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.config.sections.tracking import ProfilerConfig
 
 FINISHED_KINDS = frozenset({"sft", "preference", "kto", "reward_model"})
 EVALUATION = "evaluation"

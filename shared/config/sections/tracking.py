@@ -1,12 +1,30 @@
-"""What is kept of what the model wrote and of what was computed, and where metrics are sent, besides the gateway."""
+"""What is kept of what the model wrote and computed, what is profiled, and where metrics are sent besides the gateway."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from flotilla.shared.config.base.model import Config
-from flotilla.shared.config.sections.profiler import ProfilerConfig
 from flotilla.shared.config.sections.resources import GIBIBYTE, MEBIBYTE
+
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class ProfilerConfig(Config):
+    """Chrome traces of torch's profiler, in the folder `profiles` beside the checkpoints; see docs/monitoring.md.
+
+    Nothing is recorded unless a step or a version is named. All keys can change while the experiment runs.
+    """
+
+    steps: tuple[Annotated[int, Field(ge=1, lt=2**31)], ...] = Field((), max_length=64)
+    """Steps of the trainer, each in a file of its own."""
+    ranks: tuple[Number, ...] | None = Field((0,), max_length=64)
+    """Ranks of the trainer that record them. Null: all."""
+    engine_versions: tuple[Number, ...] = Field((), max_length=64)
+    """Policy versions under which each rollout records its first steps; the embedded engine alone does."""
+    engine_steps: int = Field(32, ge=1, le=128)
+    """Steps of the engine that such a file has: each gives every running sample one token. Fewer where torch would take
+    more than half a second to end the recording, in which the engine stands still."""
 
 
 class SamplesConfig(Config):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.telemetry.logging import experiment_id as current_experiment
-from flotilla.shared.telemetry.tracing.span import Attribute, Place, Span, issue_of
+from flotilla.shared.telemetry.tracing.tracer import Attribute, Place, Span, issue_of
 
 if TYPE_CHECKING:
     from flotilla.shared.telemetry.tracing.tracer import Sink, Tracer

@@ -1,8 +1,13 @@
 """The recorder of one process: spans wait in memory, and a thread writes or sends them in OpenTelemetry's JSON.
 
 Nobody waits for it. What comes faster than it goes is left out and counted, and so is what no collector took.
+
+Every process computes the same ids. A group's trace has an id made of experiment, lane and group: nothing is carried
+along, and a group that is claimed again after a crash goes on with its trace. So has the span of its issue, below which
+all others are.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -11,14 +16,54 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import httpx
 
-from flotilla.shared.telemetry.tracing.span import Attribute, Span
+from flotilla.shared.schemas.task import Lane
 
 log = logging.getLogger(__name__)
+
+
+Attribute = str | int | float | bool
+TRACE_BYTES: Final = 16
+SPAN_BYTES: Final = 8
+
+
+class Place(NamedTuple):
+    """Where a span hangs: its trace, and the span above it. Hexadecimal, as OpenTelemetry has it."""
+
+    trace_id: str
+    span_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was done from one time to another; seconds since the epoch.
+
+    Attributes:
+        parent_id: the span above it; None for the first of its trace.
+        error: the kind of error that ended it; None where none did.
+    """
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    began: float
+    ended: float
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    error: str | None = None
+
+
+def issue_of(experiment_id: str, lane: Lane, group_id: int) -> Place:
+    """Return the trace of a group, and the span of its issue."""
+    named = f"{experiment_id}/{lane.value}/{group_id}".encode()
+    digest = hashlib.blake2b(named, digest_size=TRACE_BYTES + SPAN_BYTES).hexdigest()
+    return Place(digest[: 2 * TRACE_BYTES], digest[2 * TRACE_BYTES :])
+
 
 Json = Attribute | dict[str, "Json"] | list["Json"]
 

@@ -44,7 +44,7 @@ def test_what_was_published_is_found_in_every_layout(
     image, engine = newer(family, tmp_path), saved(family).engine(dtype=dtype)
     if family != "gpt2":  # whose tied head and embedding are two tensors of the state
         # The publisher's digest alone has to do: tensors of the image are read only where it differs.
-        monkeypatch.setattr("flotilla.services.rollout.engines.embedded.proof._as_loaded", frozenset)
+        monkeypatch.setattr("flotilla.services.rollout.engines.embedded.updates._as_loaded", frozenset)
 
     engine.request_update(1, image, 5, OnWeightUpdate.INTERRUPT, published(image, getattr(torch, dtype)))
 

@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.shared.checks import attempts
 from flotilla.shared.checks.attempts import reach_all
-from flotilla.shared.checks.listeners import Listeners
+from flotilla.shared.checks.host_checks import Listeners
 from flotilla.shared.schemas.checks import ANOTHER, FAILED, REACHED, REFUSED, SILENT, CheckTarget
 
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"

@@ -1,8 +1,8 @@
 """How findings of the training-health checks are written for people."""
 
 from flotilla.cli.health import finding_lines, rule_lines
+from flotilla.shared.schemas.experiment import RuleFired, RuleView
 from flotilla.shared.schemas.health import HealthFinding, SampleExcerpt
-from flotilla.shared.schemas.rules import RuleFired, RuleView
 
 
 def grade_line(sample: SampleExcerpt) -> str:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from flotilla.services.rollout.engines.embedded import profiling
 from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
-from flotilla.shared.config.sections.profiler import ProfilerConfig
+from flotilla.shared.config.sections.tracking import ProfilerConfig
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flotilla.services.gateway.publications.epochs import Epoch, epoch_for, members_of, without
 from flotilla.services.gateway.publications.negotiation import (
     DeadlinePassed,
+    Epoch,
     MemberGone,
     Negotiation,
     NegotiationEvent,
@@ -16,7 +16,10 @@ from flotilla.services.gateway.publications.negotiation import (
     SendFailed,
     Sent,
     announce,
+    epoch_for,
+    members_of,
     transition,
+    without,
 )
 from flotilla.shared.schemas.publication import PublicationPhase as Phase
 from flotilla.shared.schemas.publication import PublicationReport, ReceiveState, Rendezvous, Transport

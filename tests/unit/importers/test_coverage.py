@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.importers.coverage import UNACCOUNTED, counts, coverage, find, refused_share
-from flotilla.importers.metrics import RECORDED
+from flotilla.importers.coverage import RECORDED, UNACCOUNTED, counts, coverage, find, refused_share
 from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.shared.errors import InvalidSpec

@@ -14,8 +14,7 @@ from flotilla.services.rollout.episodes.conversation import Reply
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.services.trainer.algorithms.advantages import compute_advantages
-from flotilla.services.trainer.data.batch import make_batch
-from flotilla.services.trainer.data.pieces import pieces
+from flotilla.services.trainer.data.batch import make_batch, pieces
 from flotilla.services.trainer.learning.advantages import advantage_inputs
 from flotilla.shared.config.sections.rollout import SamplingConfig
 from flotilla.shared.schemas.task import Message, Task

@@ -12,8 +12,7 @@ from flotilla.services.rollout.engines.base import Completion, EngineLoad, Gener
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.engines.shared import pool as pools
 from flotilla.services.rollout.engines.shared.engine import CannotShare, SharedEngine
-from flotilla.services.rollout.engines.shared.pool import SharedEngines
-from flotilla.services.rollout.engines.shared.rules import reason_not_shared
+from flotilla.services.rollout.engines.shared.pool import SharedEngines, reason_not_shared
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest, ModelError, WeightTransferFailed, WorkerDied

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
-from flotilla.services.trainer.data.pieces import pieces
+from flotilla.services.trainer.data.batch import pieces
 from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn

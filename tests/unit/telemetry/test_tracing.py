@@ -15,8 +15,7 @@ from flotilla.shared.schemas.task import Lane
 from flotilla.shared.telemetry.logging import experiment_id
 from flotilla.shared.telemetry.tracing import tracer as tracing
 from flotilla.shared.telemetry.tracing.recording import group_span, inner_span, trace_process, tracer, use_tracer
-from flotilla.shared.telemetry.tracing.span import Span, issue_of
-from flotilla.shared.telemetry.tracing.tracer import CollectorSink, FileSink, Tracer
+from flotilla.shared.telemetry.tracing.tracer import CollectorSink, FileSink, Span, Tracer, issue_of
 from flotilla.shared.testing.builders import a_task
 
 

@@ -81,7 +81,7 @@ def test_the_sums_that_an_engine_serves_are_those_that_the_trainer_knows(
 ) -> None:
     world = World(tmp_path, family, dtype)
     # The publisher's digest alone has to do: sums are made again only where it differs.
-    monkeypatch.setattr("flotilla.services.rollout.engines.embedded.proof._as_loaded", frozenset)
+    monkeypatch.setattr("flotilla.services.rollout.engines.embedded.updates._as_loaded", frozenset)
 
     assert world.publish(5) == [None]
     world.train(2)

@@ -4,7 +4,7 @@ import re
 from operator import sub
 from pathlib import Path
 
-from flotilla.importers.metrics import RECORDED
+from flotilla.importers.coverage import RECORDED
 from flotilla.services.trainer.data.group_metrics import Totals, describe_groups
 from flotilla.services.trainer.data.plan import StepGroups
 from flotilla.services.trainer.learning.learner import RENAMED, StepResult

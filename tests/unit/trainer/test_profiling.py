@@ -15,7 +15,7 @@ import torch
 from flotilla.services.rollout.engines.embedded.profiling import EngineProfiler
 from flotilla.services.trainer.learning import profiling as module
 from flotilla.services.trainer.learning.profiling import TraceWriter, profiling
-from flotilla.shared.config.sections.profiler import ProfilerConfig
+from flotilla.shared.config.sections.tracking import ProfilerConfig
 from flotilla.shared.telemetry.profiles import PROFILES
 
 

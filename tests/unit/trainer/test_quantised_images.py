@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from flotilla.services.rollout.engines.decoders.base import Decoder
 from flotilla.services.rollout.engines.embedded.loading import load_decoder
-from flotilla.services.rollout.engines.embedded.proof import prove
+from flotilla.services.rollout.engines.embedded.updates import prove
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.models.loading import LoadedModel

@@ -1,6 +1,10 @@
-"""The adapters that an engine's samples may have: by name, each under a version."""
+"""The adapters that an engine's samples may have: by name, each under a version.
 
-from collections.abc import Collection, Iterable, Sequence
+What the samples of each took of the engine is counted in figures that only grow.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,9 +12,53 @@ from flotilla.services.rollout.engines.base import EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.decoders.base import AdaptingDecoder, Decoder
 from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows
 from flotilla.services.rollout.engines.embedded.outcomes import Updated
-from flotilla.services.rollout.engines.embedded.shares import AdapterShares
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import FlotillaError, InvalidRequest
+
+Adapter = str | None
+
+
+class AdapterShares:
+    """Divides an engine's processor time among adapters, by the tokens of each between two looks.
+
+    Attributes:
+        prefilled: tokens that were computed and not sampled, by adapter.
+    """
+
+    def __init__(self) -> None:
+        self.prefilled: Counter[Adapter] = Counter()
+        self._cpu_seconds: defaultdict[Adapter, float] = defaultdict(float)
+        self._seen: Counter[Adapter] = Counter()
+        self._seen_cpu_seconds = 0.0
+
+    def account(self, sampled: Mapping[Adapter, int], cpu_seconds: float) -> None:
+        """Divide what the process took since the last look; while nothing was computed it waits for who computes next.
+
+        Args:
+            sampled: tokens since the start, by adapter.
+            cpu_seconds: of the process since its start.
+        """
+        tokens = Counter(sampled) + self.prefilled
+        new = {name: num - self._seen[name] for name, num in tokens.items()}
+        if total := sum(new.values()):
+            taken = cpu_seconds - self._seen_cpu_seconds
+            for name, num in new.items():
+                self._cpu_seconds[name] += taken * num / total
+            self._seen, self._seen_cpu_seconds = tokens, cpu_seconds
+
+    def cpu_seconds(self, adapter: Adapter) -> float:
+        """Return what an adapter's samples took, as at the last look."""
+        return self._cpu_seconds[adapter]
+
+    def forget(self, adapter: str, sampled: "Counter[Adapter]") -> None:
+        """Add an adapter's figures, which nobody asks for any more, to those of none.
+
+        Args:
+            sampled: tokens that ended samples have, by adapter; changed with them.
+        """
+        for counts in (self.prefilled, self._seen, sampled):
+            counts[None] += counts.pop(adapter, 0)
+        self._cpu_seconds[None] += self._cpu_seconds.pop(adapter, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from flotilla.shared.errors import (
     Unavailable,
     WeightsDiverged,
 )
-from flotilla.shared.host.freed_memory import return_freed_memory
+from flotilla.shared.host.own_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ import psutil
 from flotilla.services.rollout.engines.base import GenerationRequest
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.client import Refused
-from flotilla.services.rollout.engines.servers.command import HOST, clean_environment, flags, free_port, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import (
     Adapting,
@@ -28,7 +27,14 @@ from flotilla.services.rollout.engines.servers.dialect import (
     Sleeper,
 )
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
-from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.servers.settings import (
+    HOST,
+    ServerSettings,
+    clean_environment,
+    flags,
+    free_port,
+    plain_names,
+)
 from flotilla.services.rollout.engines.sglang.buckets import Buckets
 from flotilla.services.rollout.engines.sglang.handles import LoadingByHandles
 from flotilla.services.rollout.engines.sglang.wire import UNKEPT, generate_body, limits_of, sampled_of, with_pictures

@@ -15,7 +15,6 @@ from flotilla.services.rollout.engines.base import GenerationRequest, SamplingPa
 from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.adapters import MAX_HELD
 from flotilla.services.rollout.engines.servers.client import Refused
-from flotilla.services.rollout.engines.servers.command import clean_environment, flags, plain_names
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import (
     Adapting,
@@ -31,7 +30,7 @@ from flotilla.services.rollout.engines.servers.dialect import (
     label_in,
 )
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
-from flotilla.services.rollout.engines.servers.settings import ServerSettings
+from flotilla.services.rollout.engines.servers.settings import ServerSettings, clean_environment, flags, plain_names
 from flotilla.services.rollout.engines.vllm.features import features_of, limits_of
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.engine import MAX_ADAPTER_RANK, OptionValue, VllmEngineConfig

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from flotilla.services.rollout.agents.conversation import ContextTooLong, TooManyBranches
-from flotilla.services.rollout.agents.episode import Asked, Ended, Endpoint, Episode, EpisodeGone
-from flotilla.services.rollout.agents.threads import MOST_AT_A_TIME, Threads
+from flotilla.services.rollout.agents.episode import (
+    MOST_AT_A_TIME,
+    Asked,
+    Ended,
+    Endpoint,
+    Episode,
+    EpisodeGone,
+    Threads,
+)
 from flotilla.shared.testing.characters import CharacterTokenizer
 from tests.unit.rollout.agents.world import World, a_lone_episode, a_spec, ask, stays, user
 

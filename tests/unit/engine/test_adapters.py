@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from flotilla.services.rollout.engines.embedded.shares import AdapterShares
+from flotilla.services.rollout.engines.embedded.adapters import AdapterShares
 
 
 def test_what_one_took_does_not_shrink_while_another_samples() -> None:

@@ -11,8 +11,7 @@ from torch.nn.utils import parameters_to_vector
 
 from flotilla.services.rollout.trajectory_builder import TrajectoryBuilder
 from flotilla.services.trainer.algorithms.advantages import compute_advantages
-from flotilla.services.trainer.data.batch import make_batch
-from flotilla.services.trainer.data.pieces import piece_starts, pieces
+from flotilla.services.trainer.data.batch import make_batch, piece_starts, pieces
 from flotilla.services.trainer.learning.advantages import advantage_inputs
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.trace import TracedStep

@@ -1,6 +1,6 @@
 """Processes without an owner, and strangers that hold devices."""
 
-from flotilla.shared.checks.orphans import Running, orphans, parse_holdings
+from flotilla.shared.checks.facts import Running, orphans, parse_holdings
 
 PYTHON = ("python", "-P", "-m")
 SERVICE = Running(10, 1, (*PYTHON, "flotilla.services.rollout"))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flotilla.importers.trackers import swanlab_project
+from flotilla.importers.spelling import swanlab_project
 from tests.unit.importers.sources import BASES, import_flat
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flotilla.backup.keys import PlaneSummary
-from flotilla.backup.losses import Parts, losses_of
+from flotilla.backup.parts import Parts, losses_of
 
 EQUAL = Parts(step=6, plane=PlaneSummary(committed=4, plans=(5, 6)), checkpoint=4, is_started=True)
 """Six steps, a checkpoint after each fourth, and the plans of those since."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flotilla.services.reward import likeness as module
-from flotilla.services.reward.likeness import ALIKE, MOST_MEMBERS, Sketch, alike_pair, are_alike, likeness, sketch_of
+from flotilla.services.reward import tally as module
+from flotilla.services.reward.tally import ALIKE, MOST_MEMBERS, Sketch, alike_pair, are_alike, likeness, sketch_of
 
 STORY = "first we add the apples of both baskets and then we take away those that were eaten, so that is what is left"
 

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from flotilla.services.trainer.learning.opening import make_learner
 from flotilla.services.trainer.models import optimizer as optimizer_module
-from flotilla.services.trainer.models.host_memory import ParkedTensors
 from flotilla.services.trainer.models.loading import LoadedModel
+from flotilla.services.trainer.models.offloading import ParkedTensors
 from flotilla.services.trainer.models.optimizer import PolicyOptimizer
 from flotilla.services.trainer.parallel import fsdp
 from flotilla.services.trainer.parallel.ranks import Ranks, backend_of

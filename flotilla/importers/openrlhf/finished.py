@@ -10,13 +10,7 @@ from typing import Any, Final
 
 from flotilla.importers.datasets import file_or_hub, takes_split, training
 from flotilla.importers.openrlhf.flags import router, router_row
-from flotilla.importers.openrlhf.system import (
-    OPENRLHF,
-    decay,
-    model,
-    over_steps,
-    tracking,
-)
+from flotilla.importers.openrlhf.system import OPENRLHF, decay, model, over_steps, tracking
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.source import Source
 from flotilla.importers.spelling import dtype_of

@@ -14,13 +14,7 @@ from flotilla.services.gateway.monitoring.usage import machine_of
 from flotilla.services.gateway.monitoring.watchdog import SCHEDULER
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
-from flotilla.services.gateway.scheduler.demands import (
-    Candidate,
-    Demand,
-    Demands,
-    Has,
-    decided,
-)
+from flotilla.services.gateway.scheduler.demands import Candidate, Demand, Demands, Has, decided
 from flotilla.services.gateway.scheduler.devices import counts_of, others, owners_of
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
 from flotilla.services.gateway.store.records import ServiceRecord

@@ -35,17 +35,7 @@ from flotilla.shared.tinker.capabilities import context_tokens_of
 from flotilla.shared.tinker.messages import Head
 from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.queue import Answer, Request, TinkerQueue
-from flotilla.shared.tinker.records import (
-    Load,
-    Model,
-    Sample,
-    Sampled,
-    SampledSequences,
-    Sampler,
-    Save,
-    Session,
-    Verb,
-)
+from flotilla.shared.tinker.records import Load, Model, Sample, Sampled, SampledSequences, Sampler, Save, Session, Verb
 from flotilla.shared.tinker.sessions import MOST_LISTED, Run, TinkerSessions
 from flotilla.shared.tinker.store import request_id_of, short_name
 

@@ -20,14 +20,7 @@ from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, LONGEST_PAUSE
 from flotilla.shared.children.spawning import child_environment
 from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.config.sections.reward_model import RewardModelConfig
-from flotilla.shared.errors import (
-    DeadlineExceeded,
-    FlotillaError,
-    GradingFailed,
-    InvalidSpec,
-    Unavailable,
-    WorkerDied,
-)
+from flotilla.shared.errors import DeadlineExceeded, FlotillaError, GradingFailed, InvalidSpec, Unavailable, WorkerDied
 from flotilla.shared.schemas.grading import Grade, GradingSample
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,7 @@ from flotilla.services.rollout.agents.messages import PING
 from flotilla.services.rollout.agents.replies import Reply
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized, Unavailable
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
-from flotilla.shared.schemas.episode import (
-    BeginEpisode,
-    CompleteEpisode,
-    EndedEpisode,
-    EpisodeReward,
-    OpenedEpisode,
-)
+from flotilla.shared.schemas.episode import BeginEpisode, CompleteEpisode, EndedEpisode, EpisodeReward, OpenedEpisode
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 ALIVE_SECONDS: Final = 5.0

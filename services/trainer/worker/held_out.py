@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from flotilla.services.trainer.worker.publisher import Gateway
 from flotilla.shared.config.sections.job import HeldOutRowsConfig
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.net.retry import GATEWAY, retry
 from flotilla.shared.schemas.held_out import HeldOutAnswer, HeldOutPage
 from flotilla.shared.schemas.task import Task
@@ -55,7 +55,7 @@ class HeldOutLoss:
         return self._learner.measure(self._groups)
 
 
-async def open_held_out(learner: Trains, gateway: Gateway, experiment_id: str) -> HeldOutLoss:
+async def open_held_out(learner: Trains, gateway: GatewayClient, experiment_id: str) -> HeldOutLoss:
     """Read the held-out rows, if the job has any, waiting for the gateway as long as it takes."""
     job = learner.spec.finished_job
     config = None if job is None else job.held_out
@@ -63,7 +63,7 @@ async def open_held_out(learner: Trains, gateway: Gateway, experiment_id: str) -
     return HeldOutLoss(learner, config, groups)
 
 
-async def _read(gateway: Gateway, experiment_id: str) -> tuple[Group, ...]:
+async def _read(gateway: GatewayClient, experiment_id: str) -> tuple[Group, ...]:
     groups: list[Group] = []
     first: int | None = 0
     while first is not None:

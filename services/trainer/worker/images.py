@@ -39,15 +39,19 @@ from flotilla.shared.weights.image.tensors import view_of
 log = logging.getLogger(__name__)
 
 
-class WholeWeights(Protocol):
-    """What writes whole weights into an image."""
+class Snapshots(Protocol):
+    """Weights that can be copied into an image."""
 
     @property
     def layout(self) -> ImageLayout:
-        """Of such an image."""
+        """Of the image."""
 
     def snapshot_into(self, image: WeightImage) -> None:
-        """Write header and weights; blocks."""
+        """Write header and weights; blocks.
+
+        Raises:
+            Conflict: the image is still being read.
+        """
 
 
 class QuantisedWeights:
@@ -61,7 +65,7 @@ class QuantisedWeights:
         directory: where the whole image lies; None chooses shared memory where there is room.
     """
 
-    def __init__(self, weights: WholeWeights, how: Quantisation, directory: Path | None = None) -> None:
+    def __init__(self, weights: Snapshots, how: Quantisation, directory: Path | None = None) -> None:
         self._weights, self._how, self._directory = weights, how, directory
         self.layout = layout_of_quantised(weights.layout, how)
         self._whole: WeightImage | None = None
@@ -103,21 +107,6 @@ MAX_IMAGES = 4
 PATIENCE_SECONDS = 1.0
 """Readers of an old image may take this long before it is withdrawn."""
 PAUSE_SECONDS = 0.02
-
-
-class Snapshots(Protocol):
-    """Weights that can be copied into an image."""
-
-    @property
-    def layout(self) -> ImageLayout:
-        """Of the image."""
-
-    def snapshot_into(self, image: WeightImage) -> None:
-        """Write header and weights; blocks.
-
-        Raises:
-            Conflict: the image is still being read.
-        """
 
 
 class ImagePool:

@@ -11,11 +11,12 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flotilla.services.trainer.worker.images import ImagePool
 from flotilla.shared.concurrency.cancelling import until_done
 from flotilla.shared.errors import Conflict, FlotillaError, NotFound, StalePolicyVersion
+from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.net.retry import GATEWAY, retry
 from flotilla.shared.schemas.publication import Manifest, Publication, PublicationPhase, PublicationRequest
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
@@ -26,21 +27,6 @@ POLL_SECONDS = 5.0
 CALL_SECONDS = 10.0
 REFUSED_SECONDS = 1.0
 PAUSE_SECONDS = 0.2
-
-
-class Gateway(Protocol):
-    """The part of ``GatewayClient`` that is used here."""
-
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        params: Any = None,
-        deadline_seconds: float = CALL_SECONDS,
-    ) -> Any:
-        """Call and return the decoded answer."""
 
 
 class Publisher:
@@ -57,7 +43,7 @@ class Publisher:
 
     def __init__(
         self,
-        gateway: Gateway,
+        gateway: GatewayClient,
         endpoint: EndpointClient,
         images: ImagePool,
         *,

@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flotilla.services.trainer.worker.publisher import Gateway
 from flotilla.shared.errors import FlotillaError, NotAssigned
+from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.net.retry import GATEWAY, retry
 from flotilla.shared.schemas.experiment import CheckpointView, MetricBatch
 
@@ -38,7 +38,7 @@ class Reporter:
         is_replaced: another trainer, or this one in a later epoch, reports from now on, beginning with the file.
     """
 
-    def __init__(self, gateway: Gateway, experiment_id: str, unsent: Path) -> None:
+    def __init__(self, gateway: GatewayClient, experiment_id: str, unsent: Path) -> None:
         self._gateway = gateway
         self._path = f"/v1/experiments/{experiment_id}"
         self._waiting: deque[tuple[str, Any]] = deque()

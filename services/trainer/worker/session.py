@@ -24,13 +24,14 @@ from flotilla.services.trainer.worker.execution import Job, Memory, open_executi
 from flotilla.services.trainer.worker.held_out import open_held_out
 from flotilla.services.trainer.worker.images import ImagePool, Snapshots
 from flotilla.services.trainer.worker.loop import TrainingLoop
-from flotilla.services.trainer.worker.publisher import Gateway, Publisher
+from flotilla.services.trainer.worker.publisher import Publisher
 from flotilla.services.trainer.worker.reporter import Reporter
 from flotilla.services.trainer.worker.samples import StepSamples, from_threads, open_samples
 from flotilla.services.trainer.worker.takeover import become_trainer, reconcile_with
 from flotilla.shared.checkpoints.folders import CHECKPOINTS
 from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.models.hub import fetched
+from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
@@ -67,7 +68,7 @@ class SessionDeps:
     service_id: str
     directory: Path
     incarnation: int | None
-    gateway: Gateway
+    gateway: GatewayClient
     endpoint: EndpointClient
     plane: DataPlane
     on_image: Callable[[int, Path, str], Awaitable[None]]

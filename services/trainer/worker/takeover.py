@@ -16,7 +16,6 @@ from typing import Any
 from flotilla.services.trainer.checkpoint.manager import Progress, Restored
 from flotilla.services.trainer.data.live_settings import LiveSettings
 from flotilla.services.trainer.worker.control import RunControl, ToldToEnd
-from flotilla.services.trainer.worker.publisher import Gateway
 from flotilla.shared.checkpoints.lineage import PlannedStep, Standing, VersionLine, follow, split_plans
 from flotilla.shared.checkpoints.takeover import (
     RefusedIncarnation,
@@ -27,6 +26,7 @@ from flotilla.shared.checkpoints.takeover import (
 )
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ClaimLost, Conflict
+from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.net.retry import DATA_PLANE, GATEWAY, retry
 from flotilla.shared.schemas.live_changes import AdoptAnswer, AdoptRequest, LiveChange
 from flotilla.shared.streams.admission import Admission
@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 REFUSED_SECONDS = 1.0
 
 
-async def become_trainer(queue: TrainerQueue, gateway: Gateway, experiment_id: str, incarnation: int | None) -> None:
+async def become_trainer(
+    queue: TrainerQueue, gateway: GatewayClient, experiment_id: str, incarnation: int | None
+) -> None:
     """Fence every earlier trainer off.
 
     Raises:
@@ -61,7 +63,7 @@ async def become_trainer(queue: TrainerQueue, gateway: Gateway, experiment_id: s
 async def reconcile_with(
     queue: TrainerQueue,
     admission: Admission,
-    gateway: Gateway,
+    gateway: GatewayClient,
     spec: ExperimentSpec,
     restored: Restored,
     experiment_id: str,
@@ -114,7 +116,7 @@ async def reconcile_with(
 
 
 def _live_settings(
-    spec: ExperimentSpec, answer: TakeoverAnswer, gateway: Gateway, experiment_id: str, progress: Progress
+    spec: ExperimentSpec, answer: TakeoverAnswer, gateway: GatewayClient, experiment_id: str, progress: Progress
 ) -> LiveSettings:
     async def ask(request: AdoptRequest) -> AdoptAnswer:
         asking = partial(gateway.call, "POST", f"/v1/experiments/{experiment_id}/changes/adopted", body=request)

@@ -3,8 +3,6 @@
 Each names both fields and the way out.
 """
 
-from typing import Protocol
-
 from flotilla.shared.config.rules.compute import (
     check_compute,
     check_images,
@@ -14,78 +12,20 @@ from flotilla.shared.config.rules.compute import (
 )
 from flotilla.shared.config.rules.publication import check_adapters, check_engine_group
 from flotilla.shared.config.sections.advantage import GdpoConfig, RemaxConfig
-from flotilla.shared.config.sections.algorithm import AlgorithmConfig
-from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
-from flotilla.shared.config.sections.checkpoint import CheckpointConfig
-from flotilla.shared.config.sections.data import DataConfig, check_data_source_column
+from flotilla.shared.config.sections.data import check_data_source_column
 from flotilla.shared.config.sections.engine import ServerEngineConfig, SglangEngineConfig
 from flotilla.shared.config.sections.episodes import SingleTurnConfig, check_sequences
-from flotilla.shared.config.sections.evaluation import EvaluationConfig
-from flotilla.shared.config.sections.health import HealthConfig
-from flotilla.shared.config.sections.job import FinishedJob
-from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.optimisation import OptimisationConfig
-from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.config.sections.publication import TransportChoice
-from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import (
     AgentRewardConfig,
     CodeConfig,
     EnvironmentRewardConfig,
     MatchConfig,
-    RewardConfig,
     VerlDefaultConfig,
     may_read_label,
 )
-from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.config.tree import Sections
 from flotilla.shared.schemas.engine import EngineCapability
-
-
-class Sections(Protocol):
-    """What the rules look at of an ``ExperimentSpec``."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def reward(self) -> RewardConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def optimisation(self) -> OptimisationConfig: ...
-    @property
-    def asynchrony(self) -> AsynchronyConfig: ...
-    @property
-    def parallelism(self) -> ParallelismConfig: ...
-    @property
-    def checkpoint(self) -> CheckpointConfig: ...
-    @property
-    def evaluation(self) -> EvaluationConfig | None: ...
-    @property
-    def resources(self) -> ResourcesConfig: ...
-    @property
-    def health(self) -> HealthConfig: ...
-    @property
-    def finished_job(self) -> FinishedJob | None: ...
-    @property
-    def needs_reference(self) -> bool: ...
-    @property
-    def trains(self) -> bool: ...
-    @property
-    def samples_answers(self) -> bool: ...
-    @property
-    def written_answers(self) -> str | None: ...
-    @property
-    def runs_code(self) -> bool: ...
-    @property
-    def is_on_gpus(self) -> bool: ...
-    @property
-    def shares_devices(self) -> bool: ...
-    @property
-    def room_for_a_prompt(self) -> int: ...
 
 
 def check_sections(spec: Sections) -> None:

@@ -3,15 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from flotilla.shared.config.rules.exactness import Exact, check_exactness
-from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
+from flotilla.shared.config.rules.exactness import check_exactness
 from flotilla.shared.config.sections.engine import Options, ServerEngineConfig
-from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.parallelism import ParallelismConfig
-from flotilla.shared.config.sections.resources import ResourcesConfig, Sharing
-from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.config.sections.resources import Sharing
+from flotilla.shared.config.tree import Sections
 
 SPLITS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"))
 """What SGLang and vLLM divide a model by, each with its other names."""
@@ -41,30 +38,6 @@ class DeviceFacts:
 
     count: int = 0
     uses_cuda: bool = False
-
-
-class Sections(Exact, Protocol):
-    """What the rules look at of an ``ExperimentSpec``."""
-
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def parallelism(self) -> ParallelismConfig: ...
-    @property
-    def resources(self) -> ResourcesConfig: ...
-    @property
-    def trains(self) -> bool: ...
-
-
-class Spec(Sections, Protocol):
-    """What else a decision depends on."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def asynchrony(self) -> AsynchronyConfig: ...
-    @property
-    def samples_answers(self) -> bool: ...
 
 
 def trainer_need(spec: Sections) -> DeviceNeed:
@@ -229,7 +202,7 @@ def _at(node: Any, *path: str) -> Any:
     return node
 
 
-def decide(spec: Spec, *, trainers: Sequence[DeviceFacts], rollouts: Sequence[DeviceFacts]) -> dict[str, Any]:
+def decide(spec: Sections, *, trainers: Sequence[DeviceFacts], rollouts: Sequence[DeviceFacts]) -> dict[str, Any]:
     """Decide what ``auto`` is on the services that an experiment gets first.
 
     Args:
@@ -260,7 +233,7 @@ def decide(spec: Spec, *, trainers: Sequence[DeviceFacts], rollouts: Sequence[De
     return changes
 
 
-def _can_sample(spec: Spec, rollouts: Sequence[DeviceFacts]) -> bool:
+def _can_sample(spec: Sections, rollouts: Sequence[DeviceFacts]) -> bool:
     engine, asked = spec.rollout.engine, spec.resources.rollouts.devices
     if not isinstance(engine, ServerEngineConfig):
         return asked != "auto" or all(each.uses_cuda for each in rollouts)

@@ -1,43 +1,10 @@
 """Rule of ``exactness: bitwise``: both sides compute each answer alone, with the same operators in the same shapes."""
 
-from typing import Protocol
-
-from flotilla.shared.config.sections.algorithm import AlgorithmConfig
-from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
-from flotilla.shared.config.sections.data import DataConfig
 from flotilla.shared.config.sections.episodes import SingleTurnConfig
-from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.optimisation import OptimisationConfig
-from flotilla.shared.config.sections.parallelism import ParallelismConfig
-from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.config.tree import Sections
 
 
-class Exact(Protocol):
-    """What the rule looks at of an ``ExperimentSpec``."""
-
-    @property
-    def exactness(self) -> str | None: ...
-    @property
-    def finished_job(self) -> object | None: ...
-    @property
-    def trains(self) -> bool: ...
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def algorithm(self) -> AlgorithmConfig: ...
-    @property
-    def optimisation(self) -> OptimisationConfig: ...
-    @property
-    def asynchrony(self) -> AsynchronyConfig: ...
-    @property
-    def parallelism(self) -> ParallelismConfig: ...
-
-
-def _check_quantised(spec: Exact) -> None:
+def _check_quantised(spec: Sections) -> None:
     """Check that whoever takes part can have quantised weights.
 
     Raises:
@@ -61,7 +28,7 @@ def _check_quantised(spec: Exact) -> None:
         )
 
 
-def check_exactness(spec: Exact) -> None:
+def check_exactness(spec: Sections) -> None:
     """Check that nothing stands against equal bits, where they are asked for, nor against rounded weights.
 
     Raises:
@@ -75,7 +42,7 @@ def check_exactness(spec: Exact) -> None:
         raise ValueError(f"exactness bitwise needs {'; '.join(wrong)}")
 
 
-def _conditions(spec: Exact) -> list[tuple[bool, str]]:
+def _conditions(spec: Sections) -> list[tuple[bool, str]]:
     engine, model, parallelism = spec.rollout.engine, spec.model, spec.parallelism
     asynchrony, optimisation = spec.asynchrony, spec.optimisation
     threads = getattr(engine, "threads", "auto")

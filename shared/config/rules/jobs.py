@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flotilla.shared.config.rules.cross_section import Sections
 from flotilla.shared.config.sections.algorithm import AlgorithmConfig
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.config.sections.checkpoint import CheckpointConfig
@@ -19,6 +18,7 @@ from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
 from flotilla.shared.config.sections.tracking import ProfilerConfig
+from flotilla.shared.config.tree import Sections
 
 FINISHED_KINDS = frozenset({"sft", "preference", "kto", "reward_model"})
 EVALUATION = "evaluation"

@@ -1,43 +1,28 @@
 """What goes with the ways in which weights are published, and whether versions are adapters alone."""
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 from flotilla.shared.config.rules.devices import pipeline_stages
-from flotilla.shared.config.sections.asynchrony import AsynchronyConfig, OnWeightUpdate
+from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.engine import (
     MAX_ADAPTER_RANK,
     EngineConfig,
     ServerEngineConfig,
     SglangEngineConfig,
 )
-from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.publication import PublicationConfig
-from flotilla.shared.config.sections.rollout import RolloutConfig
+from flotilla.shared.config.tree import Sections
 from flotilla.shared.schemas.engine import with_adapters
 
 KEY = "asynchrony.publication.lora"
 
 
-class Publishing(Protocol):
-    """What is looked at of an ``ExperimentSpec``."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def asynchrony(self) -> AsynchronyConfig: ...
-    @property
-    def shares_devices(self) -> bool: ...
-
-
-def publishes_adapters(spec: Publishing) -> bool:
+def publishes_adapters(spec: Sections) -> bool:
     """Whether adapters travel alone; merged into the weights they travel also as long as nothing is decided."""
     return spec.model.lora is not None and spec.asynchrony.publication.lora == "adapters"
 
 
-def needs_whole_weights(spec: Publishing) -> str | None:
+def needs_whole_weights(spec: Sections) -> str | None:
     """Say what of a spec with adapters needs whole weights; None where adapters alone do."""
     engine, publication = spec.rollout.engine, spec.asynchrony.publication
     if spec.model.quantisation is not None:
@@ -51,7 +36,7 @@ def needs_whole_weights(spec: Publishing) -> str | None:
     return None
 
 
-def _whole_at_server(spec: Publishing, engine: ServerEngineConfig) -> str | None:
+def _whole_at_server(spec: Sections, engine: ServerEngineConfig) -> str | None:
     """Say why a server needs whole weights; None where it adds adapters to those that it has."""
     if not engine.TAKES_ADAPTERS:
         return f"rollout.engine.kind {engine.kind} takes whole weights: {WITHOUT_ADAPTERS[engine.kind]}"
@@ -74,7 +59,7 @@ WITHOUT_ADAPTERS: Mapping[str, str] = {
 }
 
 
-def check_adapters(spec: Publishing) -> None:
+def check_adapters(spec: Sections) -> None:
     """Check that adapters are published as the spec asks for.
 
     Raises:
@@ -92,7 +77,7 @@ def check_adapters(spec: Publishing) -> None:
 QUANTISATION = "asynchrony.publication.quantisation"
 
 
-def decide_publication(spec: Publishing, rollouts: Mapping[str, Collection[str]]) -> tuple[str, str | None] | None:
+def decide_publication(spec: Sections, rollouts: Mapping[str, Collection[str]]) -> tuple[str, str | None] | None:
     """Decide what ``auto`` is on the rollouts that an experiment gets first.
 
     Args:

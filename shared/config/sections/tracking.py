@@ -1,4 +1,4 @@
-"""What is kept of what the model wrote and computed, what is profiled, and where metrics are sent besides the gateway."""
+"""What is kept of what the model wrote and computed, what is profiled, and where metrics go besides the gateway."""
 
 from typing import Annotated, Literal, Self
 

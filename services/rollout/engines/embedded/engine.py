@@ -30,13 +30,7 @@ from flotilla.services.rollout.engines.requests import check_request, unstarted_
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.engines.stop_text import StopText, TextDecoder, load_text_decoder
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import (
-    FlotillaError,
-    ModelError,
-    RequestInFlight,
-    Unavailable,
-    WeightsDiverged,
-)
+from flotilla.shared.errors import FlotillaError, ModelError, RequestInFlight, Unavailable, WeightsDiverged
 from flotilla.shared.host.own_memory import return_freed_memory
 from flotilla.shared.schemas.trajectory import FinishReason
 

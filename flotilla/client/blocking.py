@@ -1,6 +1,4 @@
-"""What all calls without ``await`` share: an asynchronous client on a thread of its own.
-
-An event loop on a thread of its own, for callers that do not await.
+"""What all calls without ``await`` share: an asynchronous client, whose event loop is on a thread of its own.
 
 Not anyio's portal: its thread is joined at exit, so that a script that forgot to close its client would never end.
 """
@@ -11,9 +9,10 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar
 
 from flotilla.client.calls import CALL_SECONDS, Calls
 from flotilla.connection import DEFAULT_DATA
@@ -132,22 +131,38 @@ class BlockingCalls:
         other._client = self._client.with_deadline(seconds)
         return other
 
-    def _each(self, following: AsyncGenerator[Result, None]) -> Iterator[Result]:
+    def _each(self, items: AsyncGenerator[Result, None]) -> Iterator[Result]:
         async def next_one() -> tuple[Result] | None:
-            async for found in following:
+            async for found in items:
                 return (found,)
             return None
 
         try:
-            while (found := self._run(next_one)) is not None:
+            while (found := self._thread.call(next_one)) is not None:
                 yield found[0]
         finally:
-            self._run(following.aclose)
+            self._thread.call(items.aclose)
 
-    def _run(
-        self, method: Callable[Params, Awaitable[Result]], *arguments: Params.args, **options: Params.kwargs
-    ) -> Result:
-        async def call() -> Result:
-            return await method(*arguments, **options)
 
-        return self._thread.call(call)
+def waiting(
+    method: Callable[Concatenate[Any, Params], Awaitable[Result]],
+) -> Callable[Concatenate[BlockingCalls, Params], Result]:
+    """Make the method of a blocking client that waits for what a method of the asynchronous one returns."""
+
+    @wraps(method)
+    def called(self: BlockingCalls, /, *arguments: Params.args, **options: Params.kwargs) -> Result:
+        return self._thread.call(lambda: method(self._client, *arguments, **options))
+
+    return called
+
+
+def following(
+    method: Callable[Concatenate[Any, Params], AsyncGenerator[Result, None]],
+) -> Callable[Concatenate[BlockingCalls, Params], Iterator[Result]]:
+    """Make the method of a blocking client that waits for one item after the other."""
+
+    @wraps(method)
+    def followed(self: BlockingCalls, /, *arguments: Params.args, **options: Params.kwargs) -> Iterator[Result]:
+        return self._each(method(self._client, *arguments, **options))
+
+    return followed

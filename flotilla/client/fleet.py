@@ -2,7 +2,7 @@
 
 from urllib.parse import quote
 
-from flotilla.client.blocking import BlockingCalls
+from flotilla.client.blocking import BlockingCalls, waiting
 from flotilla.client.calls import Calls
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Scope
@@ -148,77 +148,16 @@ class FleetCalls(Calls):
 class BlockingFleetCalls(BlockingCalls):
     """The same without ``await``."""
 
-    _client: FleetCalls
-
-    def check_ready(self) -> None:
-        """Return where the gateway takes calls; see :meth:`FleetCalls.check_ready`."""
-        self._run(self._client.check_ready)
-
-    def services(self) -> list[ServiceView]:
-        """List the registered services."""
-        return self._run(self._client.services)
-
-    def service(self, service_id: str) -> ServiceView:
-        """Read one service."""
-        return self._run(self._client.service, service_id)
-
-    def drain(self, service_id: str, notice_seconds: float | None = None) -> ServiceView:
-        """Let a service leave; see :meth:`FleetCalls.drain`."""
-        return self._run(self._client.drain, service_id, notice_seconds)
-
-    def fleet(self) -> FleetView:
-        """Read which experiment has what share of the services."""
-        return self._run(self._client.fleet)
-
-    def usage(self, experiment_id: str) -> Usage:
-        """Add up what an experiment took; see :meth:`FleetCalls.usage`."""
-        return self._run(self._client.usage, experiment_id)
-
-    def examine(self) -> FleetExamination:
-        """Examine the fleet; see :meth:`FleetCalls.examine`."""
-        return self._run(self._client.examine)
-
-    def prune(self, retention: Retention | None = None, *, dry_run: bool = True) -> Pruning:
-        """Delete what is kept no longer; see :meth:`FleetCalls.prune`."""
-        return self._run(self._client.prune, retention, dry_run=dry_run)
-
-    def tinker_ledgers(self) -> list[TinkerLedger]:
-        """Count what became of the requests to the Tinker API; see :meth:`FleetCalls.tinker_ledgers`."""
-        return self._run(self._client.tinker_ledgers)
-
-    def tinker_sequence(self, sequence_id: str) -> TinkerSequence:
-        """Tell what sampled a sequence; see :meth:`FleetCalls.tinker_sequence`."""
-        return self._run(self._client.tinker_sequence, sequence_id)
-
-    def tokens(self) -> list[TokenView]:
-        """List the tokens that were made and not revoked."""
-        return self._run(self._client.tokens)
-
-    def create_token(
-        self,
-        name: str,
-        scope: Scope | str,
-        *,
-        kind: ServiceKind | str | None = None,
-        experiment_id: str | None = None,
-        subject: str | None = None,
-        expires_in_seconds: float | None = DEFAULT_SECONDS,
-        quota: Quota | None = None,
-        owner: str | None = None,
-    ) -> NewToken:
-        """Make a token, which is shown this once; see :meth:`FleetCalls.create_token`."""
-        return self._run(
-            self._client.create_token,
-            name,
-            scope,
-            kind=kind,
-            experiment_id=experiment_id,
-            subject=subject,
-            expires_in_seconds=expires_in_seconds,
-            quota=quota,
-            owner=owner,
-        )
-
-    def revoke_token(self, token: str) -> None:
-        """Revoke a token by its id or name."""
-        self._run(self._client.revoke_token, token)
+    check_ready = waiting(FleetCalls.check_ready)
+    services = waiting(FleetCalls.services)
+    service = waiting(FleetCalls.service)
+    drain = waiting(FleetCalls.drain)
+    fleet = waiting(FleetCalls.fleet)
+    usage = waiting(FleetCalls.usage)
+    examine = waiting(FleetCalls.examine)
+    prune = waiting(FleetCalls.prune)
+    tinker_ledgers = waiting(FleetCalls.tinker_ledgers)
+    tinker_sequence = waiting(FleetCalls.tinker_sequence)
+    tokens = waiting(FleetCalls.tokens)
+    create_token = waiting(FleetCalls.create_token)
+    revoke_token = waiting(FleetCalls.revoke_token)

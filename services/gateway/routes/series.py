@@ -4,35 +4,8 @@ from typing import Final
 
 from fastapi import APIRouter
 
-from flotilla.services.gateway.routes import (
-    audit,
-    checkpoints,
-    diagnosis,
-    events,
-    gradings,
-    held_out,
-    ledger,
-    metrics,
-    profiles,
-    samples,
-    steps,
-    usage,
-)
+from flotilla.services.gateway.routes import checkpoints, events, facts, gradings, metrics, profiles, samples
 
 ROUTERS: Final[tuple[APIRouter, ...]] = tuple(
-    module.router
-    for module in (
-        gradings,
-        ledger,
-        metrics,
-        events,
-        checkpoints,
-        diagnosis,
-        audit,
-        steps,
-        samples,
-        held_out,
-        profiles,
-        usage,
-    )
+    module.router for module in (gradings, facts, metrics, events, checkpoints, samples, profiles)
 )

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from flotilla.services.gateway.publications.transports import can_receive
-from flotilla.services.gateway.routes.diagnosis import diagnosis
+from flotilla.services.gateway.routes.facts import diagnosis
 from flotilla.services.gateway.runtime import reconciler
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore

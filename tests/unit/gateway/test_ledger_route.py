@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from flotilla.client.asynchronous import Ledgers
-from flotilla.services.gateway.routes.ledger import ledger
+from flotilla.services.gateway.routes.facts import ledger
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.testing.builders import a_task
 from tests.unit.gateway.builders import a_gateway, add_experiment

@@ -9,7 +9,7 @@ import pytest
 from flotilla.services.gateway.lifecycle.origins import find, take
 from flotilla.services.gateway.monitoring import usage
 from flotilla.services.gateway.monitoring.usage import _Span, machine_of, usage_of, uses_of
-from flotilla.services.gateway.routes import usage as routes
+from flotilla.services.gateway.routes import facts as routes
 from flotilla.services.gateway.store.writes import PointRecord
 from flotilla.shared.clock import ManualClock, rfc3339
 from flotilla.shared.errors import InvalidRequest

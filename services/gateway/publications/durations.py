@@ -298,11 +298,6 @@ class Durations:
         }
         return PutWindow(experiment_id, WINDOW, data)
 
-    def _forget_settled(self, experiment_id: str) -> None:
-        remaining = [each for each in self._committed.pop(experiment_id, []) if each.missing]
-        if remaining:
-            self._committed[experiment_id] = remaining
-
     def _stage_points(
         self, change: Transaction, experiment_id: str, committed: _Committed, seconds: Mapping[str, float]
     ) -> None:

@@ -19,8 +19,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from flotilla.shared.children.processes import tie_to_parent
-from flotilla.shared.children.secret_variables import without_secrets
+from flotilla.shared.children.processes import tie_to_parent, without_secrets
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.load.overrides import Override, apply, in_environment, on_command_line, with_origins
 from flotilla.shared.config.load.paths import resolve_paths

@@ -13,7 +13,7 @@ from flotilla.services.gateway.datasets.dataset import Dataset, Part
 from flotilla.services.reward.verifiers.base import Verifier
 from flotilla.services.reward.verifiers.custom_process import CustomProcessVerifier
 from flotilla.services.reward.verifiers.registry import Surroundings, build_component
-from flotilla.shared.config.sections.judge import JudgeConfig
+from flotilla.shared.config.sections.judge import JudgeConfig, RewardModelConfig
 from flotilla.shared.config.sections.reward import (
     AgentRewardConfig,
     CodeConfig,
@@ -24,7 +24,6 @@ from flotilla.shared.config.sections.reward import (
     RemoteConfig,
     VerlDefaultConfig,
 )
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.environment.settings import DEFAULT_GATEWAY, GRADER_NETWORKS, LOOPBACK, networks_from
 from flotilla.shared.errors import FlotillaError, Scalar

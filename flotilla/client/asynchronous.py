@@ -141,7 +141,9 @@ class AsyncClient(FleetCalls):
         """End an experiment; what is outstanding is dropped."""
         return await self._act(experiment, "stop")
 
-    async def change(self, experiment: Reference, resources: Section | None = None, **sections: Section) -> Experiment:
+    async def change(
+        self, /, experiment: Reference, resources: Section | None = None, **sections: Section
+    ) -> Experiment:
         """Change quotas while it runs, such as ``{"rollouts": {"max": 4}}``, or keys that can change then.
 
         Args:

@@ -9,7 +9,7 @@ from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
 from flotilla.shared.schemas.checks import FleetExamination
 from flotilla.shared.schemas.costs import Usage
-from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.experiment import FleetView
 from flotilla.shared.schemas.retention import PruneRequest, Pruning, Retention
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
 from flotilla.shared.schemas.tinker import TinkerLedger, TinkerLedgers, TinkerSequence

@@ -22,8 +22,7 @@ from flotilla.importers.engines import (
 )
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.report import Entry, Report
-from flotilla.importers.source import Given, Source
-from flotilla.importers.system import System
+from flotilla.importers.source import Given, Source, System
 from flotilla.importers.values import is_null, same, shown
 from flotilla.shared.config.load.overrides import apply_overrides
 from flotilla.shared.config.load.spec_text import validate_spec

@@ -1,4 +1,4 @@
-"""Names of other systems in our spelling: paths, element types, attention, models and files of images, trackers.
+"""Names of other systems in our spelling: paths, element types, attention, adapters, images, trackers.
 
 Where a launch file names no tracker none is fed, whatever its system would feed by itself: a tracker does not change
 what is trained, and needs accounts and packages where the gateway runs.
@@ -7,10 +7,12 @@ what is trained, and needs accounts and packages where the gateway runs.
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from flotilla.importers.source import Source
+from flotilla.importers.values import shown, texts
 
 
 def experiment_name(value: Any) -> str:
@@ -85,7 +87,7 @@ OF_A_MODEL = re.compile(
 OF_ROWS = re.compile(r"geo3k|geometry3k|(?:^|[-_/.])(?:vl|vqa|visual|vision|images?)(?:$|[-_/.])", re.IGNORECASE)
 VIDEOS = re.compile(r"videos?(?:$|[-_/.])", re.IGNORECASE)
 TEXT_ONLY = re.compile(
-    r"qwen-?3[._]5|omni|llava|internvl|minicpm|gemma|pixtral|molmo|idefics|smolvlm|glm-?4|kimi-?vl|phi-?[34]|llama",
+    r"omni|llava|internvl|minicpm|gemma|pixtral|molmo|idefics|smolvlm|glm-?4|kimi-?vl|phi-?[34]|llama",
     re.IGNORECASE,
 )
 """Models that take images elsewhere and of which only the text is computed here (docs/images.md)."""
@@ -93,8 +95,8 @@ WHOLE_ROWS: Final = (
     "ranks compute other sequences each where prompts have images, which changes speed, not what is computed"
 )
 NOT_SEEN: Final = (
-    "data.images: {model} is none of the models whose images are computed here, which are Qwen2-VL, Qwen2.5-VL and "
-    "Qwen3-VL: name one of them, or train on rows without images"
+    "data.images: {model} is none of the models whose images are computed here, which are Qwen2-VL, Qwen2.5-VL, "
+    "Qwen3-VL and Qwen3.5: name one of them, or train on rows without images"
 )
 
 
@@ -135,3 +137,56 @@ def chosen(source: Source, parameter: str, written: Sequence[str], **options: Ma
         if kind is not None and kind not in kinds:
             kinds.append(kind)
     return {"tracking.trackers": [{"kind": kind, **options.get(kind, {})} for kind in kinds]} if kinds else {}
+
+
+ALL = "all-linear"
+PATTERN = "*+?|()[]{}^$\\"
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A system's parameters of adapters; None where it has none."""
+
+    rank: str
+    alpha: str
+    targets: str
+    exclude: str | None = None
+    dropout: str | None = None
+    quantised: str | None = None
+
+
+def layers(name: str, value: Any) -> list[str] | None:
+    """Read names of layers: a list, or text with spaces or commas between them."""
+    found = texts(name, value)
+    return found and [part for item in found for part in item.replace(",", " ").split()]
+
+
+def low_rank(source: Source, names: LowRank) -> dict[str, Any]:
+    """Make the section of adapters; nothing where the rank is 0."""
+    rank = source.value(names.rank)
+    is_quantised = names.quantised is not None and bool(source.value(names.quantised))
+    if not rank:
+        if names.quantised is not None and is_quantised:
+            reason = f"weights that train are not quantised, only those beside adapters: set {names.rank}"
+            source.refuse(names.quantised, reason)
+        return {}
+    fields: dict[str, Any] = {"model.lora.rank": rank, "model.lora.alpha": float(source.required(names.alpha))}
+    fields["model.lora.targets"] = named_layers(source, names.targets) or ALL
+    if names.exclude is not None and (excluded := named_layers(source, names.exclude)):
+        fields["model.lora.exclude"] = excluded
+    if names.dropout is not None and (dropout := source.value(names.dropout)):
+        fields["model.lora.dropout"] = dropout
+    if is_quantised:
+        fields |= {"model.lora.quantisation.dtype": "nf4", "model.lora.quantisation.double": True}
+    return fields
+
+
+def named_layers(source: Source, name: str) -> list[str] | str | None:
+    """Read which layers a parameter names: all of them, or some; a pattern is refused."""
+    found: list[str] | None = source.value(name)
+    if found and set(found) & {ALL, "all"}:
+        return ALL
+    if found and any(sign in each for each in found for sign in PATTERN):
+        source.refuse(name, f"{shown(found)} is a pattern of names: name the layers themselves, such as q_proj")
+        return None
+    return found

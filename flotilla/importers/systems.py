@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
 
 from flotilla.importers.composition import Beside, beside, nothing_beside
 from flotilla.importers.hydra import problem, without_secrets
@@ -10,37 +9,14 @@ from flotilla.importers.openrlhf.finished import FINISHED
 from flotilla.importers.openrlhf.launch import MODULE, read_openrlhf, read_openrlhf_script
 from flotilla.importers.openrlhf.system import OPENRLHF
 from flotilla.importers.roll.pipelines import ROLL, read_roll, roll_of
-from flotilla.importers.source import Given
-from flotilla.importers.system import System
-from flotilla.importers.trl.command import COMMANDS
-from flotilla.importers.trl.finished import TRL_FINISHED
-from flotilla.importers.trl.grpo import TRL_GRPO
-from flotilla.importers.trl.launch import TRAINER, read_trl
-from flotilla.importers.trl.rloo import TRL_RLOO
+from flotilla.importers.source import Given, System
+from flotilla.importers.trl.trainers import TRL_GRPO, read_trl, trl_of
 from flotilla.importers.verl.engine_sft import fine_tuning
 from flotilla.importers.verl.generation import OF_PROGRAM
 from flotilla.importers.verl.launch import is_fine_tuning, is_scoring, last_name
 from flotilla.importers.verl.system import VERL, read_verl
 from flotilla.importers.verl.written import VERL_EVAL, is_file_of_answers
 from flotilla.shared.errors import InvalidSpec
-
-OFFERED: Final[Mapping[str, System]] = {"GRPOTrainer": TRL_GRPO, "RLOOTrainer": TRL_RLOO, **TRL_FINISHED}
-"""The system of each trainer."""
-
-
-def trl_of(given: Sequence[Given]) -> System:
-    """Find the tables that parameters belong to.
-
-    Raises:
-        InvalidSpec: there is no job of the trainer's kind.
-    """
-    trainer = next(each for each in given if each.spelling == TRAINER)
-    found = OFFERED.get(str(trainer.value))
-    if found is None:
-        offered = ", ".join(name for name in COMMANDS.values() if name in OFFERED)
-        raise problem(trainer.where, trainer.value, f"the fleet has no job of this kind; those that it has: {offered}")
-    return found
-
 
 SYSTEMS: dict[str, System] = {"verl": VERL, "openrlhf": OPENRLHF, "roll": ROLL, "trl": TRL_GRPO}
 SCRIPTS = (".sh", ".bash")

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flotilla.services.trainer.tiny_models.recipe import ModelRecipe
-from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig
+from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, RewardModelConfig
 from flotilla.shared.config.sections.reward import Component, CustomConfig, RemoteConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.trial_run.edits import Edits
 from flotilla.trial_run.families import family_of

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Scope
 
-from flotilla.services.gateway.access.policy import OPEN_PATHS, OPERATING, RULES, needed
+from flotilla.services.gateway.description import describe_gateway
 from flotilla.services.gateway.middleware import Guard, Opened
 from flotilla.services.gateway.page.reference import add_pages
 from flotilla.services.gateway.routes import (
@@ -22,26 +22,11 @@ from flotilla.services.gateway.routes import (
     webhooks,
 )
 from flotilla.services.gateway.routes.doors import add_doors, doors_opened
-from flotilla.services.gateway.routes.experiments import section_schemas
 from flotilla.services.gateway.routes.trainer_calls import answering_services
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState, OpenState, open_state
-from flotilla.shared.net.server.description import describe
 from flotilla.shared.net.server.request_body import Bodies
 from flotilla.shared.net.server.serving import add_problem_handlers
-
-
-def describe_gateway(app: FastAPI) -> None:
-    """Let the app's description name its security scheme, scopes and statuses."""
-    describe(app, "flotilla.services.gateway", lambda _method, path: path in OPEN_PATHS, _scopes, section_schemas)
-
-
-def _scopes(method: str, path: str) -> list[str]:
-    # Of a parameter that may hold slashes the description has the name alone.
-    names = (path, path.replace("{name}", "{name:path}"))
-    rule = next((found for name in names if (found := RULES.get((method, name)))), None)
-    return needed(rule or OPERATING)
-
 
 DESCRIPTION = "Control plane of a fleet that post-trains language models by asynchronous reinforcement learning."
 

@@ -4,7 +4,7 @@ A process that runs somebody's code cannot look into the memory of the service t
 
 Landlock keeps a process from tracing any that is outside its own domain, which reading ``/proc/PID/mem`` is, root's
 processes included; newer kernels also keep it from sending them signals. Environments are still shown: services take
-their secrets out of theirs (``shared/children/secret_variables.py``).
+their secrets out of theirs (``shared/children/processes.py``).
 
 Source: Linux, Documentation/userspace-api/landlock.rst.
 """

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from flotilla.shared.environment.tls import Tls, tls_from
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.host.start_patience import patience_from
-from flotilla.shared.schemas.pools import NoticeSource, notices_from, pool_from
+from flotilla.shared.schemas.service import NoticeSource, notices_from, pool_from
 from flotilla.shared.telemetry.logging import FORMATS
 
 NOTICE_SECONDS = 25.0

@@ -1,4 +1,4 @@
-"""Whether this process has faults: decided once, at its start, by its ``__main__``.
+"""Where faults can happen, and whether this process has some: decided once, at its start, by its ``__main__``.
 
 Sites read ``armed()``. Without a plan that is None, and all that a site costs is this call.
 """

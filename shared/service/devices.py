@@ -19,8 +19,7 @@ from flotilla.shared.config.load.spec_text import with_changes
 from flotilla.shared.config.rules.devices import DeviceFacts, decide
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest
-from flotilla.shared.schemas.pools import pool_from
-from flotilla.shared.schemas.service import Capabilities, GpuDevice
+from flotilla.shared.schemas.service import Capabilities, GpuDevice, pool_from
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 from flotilla.shared.net.server.serving import NOTICE
-from flotilla.shared.schemas.pools import Cloud, NoticeSource
+from flotilla.shared.schemas.service import Cloud, NoticeSource
 
 log = logging.getLogger(__name__)
 

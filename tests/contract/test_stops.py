@@ -77,7 +77,7 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/gateway/monitoring/watchdog.py:Watchdog._clear": 1,
         "services/gateway/publications/publications.py:Publications._move_to": 2,
         "services/gateway/publications/takeovers.py:Takeovers.decide": 1,
-        "services/gateway/routes/exchange.py:StatusCalls.__call__": 2,
+        "services/gateway/routes/trainer_calls.py:StatusCalls.__call__": 2,
         "services/rollout/agents/conversation.py:Conversations.chat_prompt": 2,
         "services/rollout/agents/episode.py:Episode._reply": 2,
         "services/rollout/engines/decoders/fused_weights.py:Matrix.pack": 1,

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, SamplingParameters
 from flotilla.shared.schemas.trajectory import FinishReason
 from tests.contract.engine.models import EOS
 

@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, ResumeRule
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.native import kernels
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine
-from flotilla.services.rollout.engines.resumption import ResumeRule
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from tests.contract.engine.models import VOCAB, make_model, save_image, save_model

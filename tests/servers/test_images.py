@@ -17,8 +17,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from flotilla.pinned_engines import installed_version
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
-from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, ResumeRule, SamplingParameters
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.sglang.engine import SglangDialect
 from flotilla.services.rollout.engines.vllm.engine import VllmDialect

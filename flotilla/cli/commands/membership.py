@@ -17,8 +17,7 @@ from flotilla.shared.children.processes import python_module
 from flotilla.shared.environment.settings import EXPERIMENTS, secret_from
 from flotilla.shared.errors import InvalidRequest, NotFound, Unavailable
 from flotilla.shared.net.authorisation.access import PassKey
-from flotilla.shared.schemas.pools import POOL, notices_from, pool_from
-from flotilla.shared.schemas.service import ServiceKind, ServiceView
+from flotilla.shared.schemas.service import POOL, ServiceKind, ServiceView, notices_from, pool_from
 
 PATIENCE_SECONDS = 15.0
 """How much longer than its notice a service may take until it is gone."""

@@ -18,8 +18,7 @@ from flotilla.cli.output import fitting, new_console, table_of, write_json
 from flotilla.cli.reasons import first_words
 from flotilla.connection import FLEET_FILE, FleetInfo
 from flotilla.shared.errors import FlotillaError
-from flotilla.shared.schemas.experiment import ExperimentView
-from flotilla.shared.schemas.fleet import ExperimentShare, KindShare
+from flotilla.shared.schemas.experiment import ExperimentShare, ExperimentView, KindShare
 from flotilla.shared.schemas.service import Capabilities, Failure, ServiceKind, ServiceView
 from flotilla.shared.schemas.tinker import TinkerLedger
 from flotilla.shared.schemas.wire import Wire

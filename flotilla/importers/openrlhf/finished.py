@@ -12,9 +12,8 @@ from flotilla.importers.datasets import file_or_hub, takes_split, training
 from flotilla.importers.openrlhf.flags import router, router_row
 from flotilla.importers.openrlhf.system import OPENRLHF, decay, model, over_steps, tracking
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
+from flotilla.importers.source import Rule, Source, System, make_system
 from flotilla.importers.spelling import dtype_of
-from flotilla.importers.system import Rule, System, make_system
 from flotilla.importers.values import count, flag, integer, number, pieces, text
 from flotilla.shared.config.sections.data import PLACE
 

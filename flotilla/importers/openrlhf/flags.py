@@ -3,10 +3,9 @@
 from typing import Any
 
 from flotilla.importers.engines import EMBEDDED
-from flotilla.importers.low_rank import LowRank, layers
 from flotilla.importers.parameter import Parameter, Verdict, applied, ignored, refused, translated, unsupported
 from flotilla.importers.source import Source
-from flotilla.importers.spelling import KEY, experiment_name
+from flotilla.importers.spelling import KEY, LowRank, experiment_name, layers
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, unchanged
 
 LOW_RANK = LowRank(

@@ -5,11 +5,9 @@ from typing import Any
 
 from flotilla.importers.adapter import adapter_name, openrlhf_adapter
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
-from flotilla.importers.low_rank import low_rank
 from flotilla.importers.openrlhf import flags, learning
-from flotilla.importers.source import Source
-from flotilla.importers.spelling import WHOLE_ROWS, attention_of, dtype_of, is_private_host, not_seen
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Source, System, make_system
+from flotilla.importers.spelling import WHOLE_ROWS, attention_of, dtype_of, is_private_host, low_rank, not_seen
 from flotilla.importers.values import same
 from flotilla.shared.config.sections.data import PLACE
 from flotilla.shared.config.sections.parallelism import MOST_RANKS

@@ -12,9 +12,8 @@ from flotilla.importers.roll.fine_tuning import ROLL_SFT, sizes_by
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CUTTING, TRAIN
 from flotilla.importers.roll.system import ROLL, adapters, tracking
-from flotilla.importers.source import Source
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.spelling import dtype_of
-from flotilla.importers.system import System, make_system
 from flotilla.importers.values import flag, integer, number, text
 
 Fields = dict[str, Any]

@@ -9,8 +9,7 @@ from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CUTTING, KERNELS, PLACEMENT, TRAIN
 from flotilla.importers.roll.system import ROLL, adapters, tracking
-from flotilla.importers.source import Source
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.values import integer, number, text, texts, unchanged
 
 Fields = dict[str, Any]

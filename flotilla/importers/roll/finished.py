@@ -10,9 +10,8 @@ from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CONFIG, KERNELS, PLACEMENT, TRAIN
 from flotilla.importers.roll.system import ROLL, adapters, decays_all, schedule, tracking
-from flotilla.importers.source import Source
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.spelling import dtype_of
-from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, text, texts, unchanged
 from flotilla.shared.config.sections.data import is_data_file
 

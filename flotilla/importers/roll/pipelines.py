@@ -7,8 +7,7 @@ from flotilla.importers.roll.fine_tuning import OF_ANSWERS, ROLL_SFT, WORKER
 from flotilla.importers.roll.finished import OF_PAIRS, ROLL_DPO
 from flotilla.importers.roll.launch import DISTILL, DPO, MODULE, SFT
 from flotilla.importers.roll.system import ROLL, read_roll
-from flotilla.importers.source import Given
-from flotilla.importers.system import System
+from flotilla.importers.source import Given, System
 
 
 def roll_of(given: Sequence[Given]) -> System:

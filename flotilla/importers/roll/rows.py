@@ -1,7 +1,6 @@
 """Rows of ROLL's run, batches, lengths, workers and backends."""
 
 from flotilla.importers.engines import EMBEDDED
-from flotilla.importers.low_rank import layers
 from flotilla.importers.parameter import (
     UNSET,
     Inherit,
@@ -13,7 +12,7 @@ from flotilla.importers.parameter import (
     translated,
     unsupported,
 )
-from flotilla.importers.spelling import KEY, ROUTER_DTYPE, experiment_name
+from flotilla.importers.spelling import KEY, ROUTER_DTYPE, experiment_name, layers
 from flotilla.importers.values import count, flag, integer, number, pieces, share, text, texts, unchanged
 
 DIRECTORY = "the fleet keeps an experiment's files under its own data directory"

@@ -9,14 +9,12 @@ from typing import Any
 from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.datasets import FILES, held_out, training
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
-from flotilla.importers.low_rank import named_layers
 from flotilla.importers.parameter import UNSET, Inherit
 from flotilla.importers.roll import distillation, environments, graders, images, launch, learning, rows
 from flotilla.importers.roll.placement import placement, shares_of_the_batch
 from flotilla.importers.roll.rows import TRAIN, VALIDATION
-from flotilla.importers.source import Given, Source
-from flotilla.importers.spelling import attention_of, chosen, dtype_of, swanlab_project
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Given, Source, System, make_system
+from flotilla.importers.spelling import attention_of, chosen, dtype_of, named_layers, swanlab_project
 from flotilla.importers.values import number
 from flotilla.shared.config.sections.data import PLACE, is_data_file
 

@@ -6,9 +6,8 @@ from typing import Any, Final
 
 from flotilla.importers.adapter import adapter_name, trl_rows_adapter
 from flotilla.importers.datasets import file_or_hub
-from flotilla.importers.low_rank import ALL, PATTERN
 from flotilla.importers.source import Source
-from flotilla.importers.spelling import HALF, WIDENED, chosen
+from flotilla.importers.spelling import ALL, HALF, PATTERN, WIDENED, chosen
 from flotilla.importers.trl.arguments import spec_name
 from flotilla.importers.trl.releases import default
 from flotilla.importers.trl.written import Called, Rows

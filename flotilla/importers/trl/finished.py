@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
-from flotilla.importers.system import Rule, System, make_system
+from flotilla.importers.source import Rule, Source, System, make_system
 from flotilla.importers.trl import arguments
 from flotilla.importers.trl.common import (
     STEPS,

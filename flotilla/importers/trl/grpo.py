@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.trl import arguments
 from flotilla.importers.trl.common import (
     STEPS,

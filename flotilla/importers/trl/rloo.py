@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from flotilla.importers.engines import EMBEDDED
 from flotilla.importers.parameter import Parameter, Verdict, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.trl import arguments, grpo
 from flotilla.importers.trl.common import model, naming, optimiser, router, tracking
 from flotilla.importers.trl.graders import rewards

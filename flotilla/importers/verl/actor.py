@@ -1,6 +1,5 @@
 """Rows of verl's model, actor, reference and critic sections."""
 
-from flotilla.importers.low_rank import LowRank, layers
 from flotilla.importers.parameter import (
     Inherit,
     Parameter,
@@ -11,6 +10,7 @@ from flotilla.importers.parameter import (
     translated,
     unsupported,
 )  # fmt: skip
+from flotilla.importers.spelling import LowRank, layers
 from flotilla.importers.values import count, flag, integer, number, share, text, texts
 
 MODEL = "actor_rollout_ref.model"

@@ -4,9 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.spelling import dtype_of
-from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, flag, integer, number, numbers, share, text, texts
 from flotilla.importers.verl.finished import ROWS, SHARDING, VERL_SFT, adapters, duration, files
 from flotilla.importers.verl.launch import last_name

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from flotilla.importers.datasets import FILES, training
-from flotilla.importers.low_rank import LowRank, layers, low_rank
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
-from flotilla.importers.spelling import experiment_name
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Source, System, make_system
+from flotilla.importers.spelling import LowRank, experiment_name, layers, low_rank
 from flotilla.importers.values import count, flag, integer, number, numbers, pieces, share, text, texts, unchanged
 from flotilla.importers.verl.actor import REMOTE_CODE
 from flotilla.importers.verl.rules import contents, masters

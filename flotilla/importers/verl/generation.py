@@ -9,9 +9,8 @@ from typing import Any
 
 from flotilla.importers.datasets import FILES, held_out
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
-from flotilla.importers.source import Source
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.spelling import dtype_of
-from flotilla.importers.system import System, make_system
 from flotilla.importers.values import count, integer, number, text, texts
 from flotilla.importers.verl.actor import REMOTE_CODE
 from flotilla.importers.verl.algorithm import REWARD_ROWS

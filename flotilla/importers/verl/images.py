@@ -4,10 +4,9 @@ import re
 from dataclasses import replace
 from typing import Any, Final
 
-from flotilla.importers.low_rank import low_rank
 from flotilla.importers.parameter import Parameter, ignored, translated
 from flotilla.importers.source import Source
-from flotilla.importers.spelling import OF_A_MODEL, OF_ROWS, VIDEOS, not_seen
+from flotilla.importers.spelling import OF_A_MODEL, OF_ROWS, VIDEOS, low_rank, not_seen
 from flotilla.importers.values import flag, text
 from flotilla.importers.verl.actor import ACTOR, LOW_RANK, MODEL
 from flotilla.importers.verl.data import NO_SOUND, NO_VIDEOS

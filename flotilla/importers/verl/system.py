@@ -11,8 +11,7 @@ from flotilla.importers.composition import Beside, Composition
 from flotilla.importers.hydra import apply_hydra_overrides, as_given
 from flotilla.importers.parameter import UNSET, Inherit, ignored
 from flotilla.importers.shell import given_variables, read_script
-from flotilla.importers.source import Given, Source
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Given, Source, System, make_system
 from flotilla.importers.verl import (
     actor,
     algorithm,

@@ -6,8 +6,7 @@ from typing import Any
 
 from flotilla.importers.datasets import FILES
 from flotilla.importers.parameter import Parameter, applied, ignored, translated
-from flotilla.importers.source import Source
-from flotilla.importers.system import System, make_system
+from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.values import text
 from flotilla.importers.verl.algorithm import REWARD_ROWS
 from flotilla.importers.verl.rewards import function_or_default

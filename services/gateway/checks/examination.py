@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from flotilla.services.gateway.checks.judging import Answer, Evidence, judge
 from flotilla.services.gateway.checks.pairs import Member, Pairs, choose_pairs, is_elsewhere, representatives
-from flotilla.services.gateway.membership.returning import Returning
+from flotilla.services.gateway.membership.joining import Returning
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
 from flotilla.shared.checks.attempts import reach_all

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from flotilla.services.gateway.checks.examination import Examinations
-from flotilla.services.gateway.membership.returning import Returning
+from flotilla.services.gateway.membership.joining import Returning
 from flotilla.services.gateway.membership.service_logs import ServiceLogs
 from flotilla.services.gateway.registry.services import Registry
 from flotilla.shared.clock import Clock

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.written import WrittenAnswers
+from flotilla.services.gateway.datasets.finished import WrittenAnswers
 from flotilla.services.gateway.evaluation.keeping import EvaluationKeeper, OnWritten, right_and_wrong
 from flotilla.services.gateway.evaluation.schedule import due_version
 from flotilla.services.gateway.evaluation.summary import summarise_sets

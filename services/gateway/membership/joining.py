@@ -2,20 +2,168 @@
 
 Whoever has the turn stages its own registration and those that wait behind it. They find themselves registered in their
 own turn, or, where the database did not take them, stage themselves.
+
+Services that were given up for their silence may come back as who they were. A host that cannot be reached for half a
+minute has lost nothing. Its service registers again as the same process, gets the same id, and, where nobody has taken
+its place, the same assignment: so it keeps worker, engine and weight endpoint. What it had claimed was released
+meanwhile and is fenced; a trainer keeps its epoch, since no other one had it. Who was given up stays in the database,
+so a gateway that restarts during the cut knows it as well.
+
+The scheduler, which assigns all others, decides from what it saw before: ``num_assigned`` tells it that somebody came
+back meanwhile, and it decides again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flotilla.services.gateway.events.log import EventLog
-from flotilla.services.gateway.membership.returning import Returning
+from flotilla.services.gateway.monitoring.usage import machine_of
 from flotilla.services.gateway.records.repository import ExperimentRepository
-from flotilla.services.gateway.registry.services import LiveService, Registry
+from flotilla.services.gateway.registry.services import LiveService, Registry, no_contact
 from flotilla.services.gateway.store.base import Store
+from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.services.gateway.store.transaction import Transaction
+from flotilla.services.gateway.store.writes import DeleteRecord, PutRecord
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import Conflict, Unavailable
-from flotilla.shared.schemas.service import Registration
+from flotilla.shared.schemas.service import Registration, ServiceKind
+
+REMEMBERED_SECONDS = 600.0
+COMPUTING = frozenset({ServiceKind.TRAINER, ServiceKind.ROLLOUT})
+"""Kinds of service whose devices are given with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """A service at the moment when it was given up.
+
+    Attributes:
+        record: with what it was assigned to, and the epoch of that experiment's trainers then.
+        heard_at: when it called last, by the registry's clock in seconds.
+    """
+
+    record: ServiceRecord
+    heard_at: float
+
+
+class Returning:
+    """Remembers those that were given up, by their incarnation, and lets them go on.
+
+    Attributes:
+        num_assigned: how many got their work back.
+    """
+
+    def __init__(
+        self, registry: Registry, repository: ExperimentRepository, events: EventLog, store: Store, clock: Clock
+    ) -> None:
+        self._registry, self._repository, self._events = registry, repository, events
+        self._store, self._clock = store, clock
+        self._cut_off: dict[str, CutOff] = {}
+        self.num_assigned = 0
+
+    async def load(self) -> None:
+        """Read who was given up by an earlier process; their silence went on while no gateway ran."""
+        for record in await self._store.services():
+            if record.silent_since is not None:
+                silent = max(0.0, self._clock.now() - record.silent_since)
+                self._cut_off[record.incarnation] = CutOff(record, self._clock.monotonic() - silent)
+
+    def silence_of(self, service: LiveService) -> str:
+        """Say for how long a member has been silent."""
+        return no_contact(service.record, self._registry.now() - service.heard_at)
+
+    def stage_memory(self, change: Transaction, service: LiveService) -> None:
+        """Remember one that is given up, once its leave is staged."""
+        experiment = self._repository.find(service.experiment_id)
+        now = self._registry.now()
+        since = self._clock.now() - (now - service.heard_at)
+        epoch = None if experiment is None else experiment.record.trainer_epoch
+        record = replace(service.record, silent_since=since, trainer_epoch=epoch)
+        self._stage_forgetting(change, lambda each: now >= each.heard_at + REMEMBERED_SECONDS)
+        cut_off = CutOff(record, service.heard_at)
+        change.write(PutRecord(record))
+        change.then(lambda: self._cut_off.update({record.incarnation: cut_off}))
+
+    def stage_forgetting(self, change: Transaction, experiment_id: str) -> None:
+        """Let nobody go on with an experiment that has ended and starts again, from its newest checkpoint."""
+        self._stage_forgetting(change, lambda each: each.record.experiment_id == experiment_id)
+
+    def _stage_forgetting(self, change: Transaction, is_meant: Callable[[CutOff], bool]) -> None:
+        found = {name: each.record.id for name, each in self._cut_off.items() if is_meant(each)}
+        # Who has come back has its record again, under the same id.
+        change.write(*(DeleteRecord(ServiceRecord, each) for each in found.values() if not self._registry.find(each)))
+        change.then(lambda: [self._cut_off.pop(name, None) for name in found])
+
+    def why_missing(self, experiment_id: str) -> str | None:
+        """Name the hosts of an experiment's services that are out of reach, and for how long; None: there are none."""
+        return "; ".join(words for record, words in self.away() if record.experiment_id == experiment_id) or None
+
+    def away(self) -> list[tuple[ServiceRecord, str]]:
+        """List the services that were given up and are remembered, and for how long there is no contact with each."""
+        now = self._registry.now()
+        return [
+            (each.record, no_contact(each.record, now - each.heard_at))
+            for each in self._cut_off.values()
+            if now < each.heard_at + REMEMBERED_SECONDS
+        ]
+
+    def knows(self, registration: Registration) -> bool:
+        """Whether a process was given up, or is a member: what it may have depends on what all others have now."""
+        name = registration.incarnation
+        return name in self._registry.by_incarnation or name in self._cut_off
+
+    def stage_registration(self, change: Transaction, registration: Registration) -> LiveService:
+        """Add a service; one that was out of reach gets back its id, and its assignment if that is still free.
+
+        Raises:
+            Conflict: a service of another kind has this incarnation.
+        """
+        found = self._cut_off.get(registration.incarnation)
+        is_old = found is not None and self._registry.now() > found.heard_at + REMEMBERED_SECONDS
+        if found is None or is_old or found.record.kind != registration.kind:
+            return self._registry.stage_registration(change, registration)
+        service = self._registry.stage_registration(change, registration, found.record)
+        change.then(lambda: self._cut_off.pop(registration.incarnation, None))
+        if found.record.experiment_id is not None and self._is_free(service, found):
+            self._registry.stage_assignment(change, service, found.record.experiment_id)
+            change.then(self._count)
+            self._events.stage(
+                change,
+                found.record.experiment_id,
+                "service_assigned",
+                service_id=service.id,
+                service_kind=service.kind.value,
+                returns=True,
+                **machine_of(service, self._repository.get(found.record.experiment_id).spec),
+            )
+        return service
+
+    def _is_free(self, service: LiveService, found: CutOff) -> bool:
+        """Whether nobody has its place, so that it may go on as if it had never been away."""
+        experiment = self._repository.find(found.record.experiment_id)
+        if experiment is None or not experiment.is_active or found.record.is_draining:
+            return False
+        if service.kind in experiment.steering.hearers and not service.capabilities.live_changes:
+            return False  # the experiment was changed meanwhile, and an earlier release would not hear of it
+        if service.kind is ServiceKind.TRAINER:
+            # Another trainer has had a later epoch, or this one's job has ended: then it begins anew.
+            is_last = found.record.trainer_epoch == experiment.record.trainer_epoch
+            if not is_last or self._registry.trainer_of(experiment.id) is not None:
+                return False
+        if service.kind not in COMPUTING:
+            return True
+        return not any(each.devices & service.devices for each in self._registry if _computes(each, experiment.id))
+
+    def _count(self) -> None:
+        self.num_assigned += 1
+
+
+def _computes(service: LiveService, experiment_id: str) -> bool:
+    """Whether a service may compute on its devices for others: it works for them, or has not yet let go."""
+    if service.kind not in COMPUTING or service.experiment_id is not None:
+        return service.kind in COMPUTING and service.experiment_id != experiment_id
+    return service.is_busy
+
 
 MOST_TOGETHER = 64
 REPLACED = "another process was started in its place"

@@ -15,8 +15,7 @@ from flotilla.shared.config.rules.devices import rollout_need, trainer_need
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.costs import CPU, PoolUse, Usage
 from flotilla.shared.schemas.experiment import Event, Origin
-from flotilla.shared.schemas.pools import ON_DEMAND
-from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.service import ON_DEMAND, ServiceKind
 from flotilla.shared.schemas.wire import TolerantWire
 
 ASSIGNED, LEFT = "service_assigned", "service_left"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flotilla.services.gateway.datasets.columns import value_at
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.finished import check_rows
+from flotilla.services.gateway.datasets.finished import check_rows, check_written
 from flotilla.services.gateway.datasets.loading import (
     check_dumps,
     joined,
@@ -14,15 +14,14 @@ from flotilla.services.gateway.datasets.loading import (
     load_rows,
     load_training,
 )
-from flotilla.services.gateway.datasets.written import check_written
 from flotilla.services.gateway.preflight.models import check_model, models_of, teachers_of_text
 from flotilla.services.gateway.tracking.opening import check_trackers
 from flotilla.services.gateway.uploads.remote import check_protocol
 from flotilla.shared.config.sections.data import FROM, DataConfig, RowsConfig, is_url
 from flotilla.shared.config.sections.job import JobConfig, SftConfig
+from flotilla.shared.config.sections.judge import HostedModelConfig
 from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.reward import Component, CustomConfig, RecordedRewardConfig, VerlDefaultConfig
-from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, TensorboardTrackerConfig
 from flotilla.shared.config.sections.verl_sources import first_not_graded
 from flotilla.shared.config.spec import ExperimentSpec, other_models

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flotilla.shared.config.rules.devices import tensor_parallel
+from flotilla.shared.config.sections.judge import HostedModelConfig
 from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.reward_model import HostedModelConfig
 from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import fetch_small, has_config, model_directory

@@ -14,7 +14,7 @@ from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.authorisation.access import Principal
 from flotilla.shared.schemas.checks import FleetExamination
-from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.experiment import FleetView
 from flotilla.shared.schemas.retention import PruneRequest, Pruning, Retention
 
 ANOTHERS = "another owner's experiment"

@@ -4,8 +4,8 @@ from fastapi import APIRouter, Request, Response
 
 from flotilla.services.gateway.membership.service_logs import LogQuery
 from flotilla.services.gateway.routes.dependencies import Caller, Cursor, Gateway, Limit, Wait, page_of
-from flotilla.services.gateway.routes.exchange import JSON, exchange, watching
 from flotilla.services.gateway.routes.fleet import may_see
+from flotilla.services.gateway.routes.trainer_calls import JSON, exchange, watching
 from flotilla.shared.errors import Forbidden, NotFound
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.schemas.checks import CheckReport

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from flotilla.services.gateway import signals
 from flotilla.services.gateway.datasets.dataset import Dataset
+from flotilla.services.gateway.datasets.finished import WrittenAnswers
 from flotilla.services.gateway.datasets.made import GroupMaker, open_maker
-from flotilla.services.gateway.datasets.written import WrittenAnswers
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.gateway.feeder.opening import RowSources, open_feeder, open_subscribed, unsubscribe
 from flotilla.services.gateway.lifecycle.rules import Rules

@@ -20,7 +20,7 @@ from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, p
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.clock import Clock
 from flotilla.shared.config.rules.devices import DeviceFacts
-from flotilla.shared.schemas.fleet import ExperimentShare, FleetView, KindShare
+from flotilla.shared.schemas.experiment import ExperimentShare, FleetView, KindShare
 from flotilla.shared.schemas.service import LIVE_CHANGES, ServiceKind
 from flotilla.shared.schemas.service import ServiceKind as Kind
 

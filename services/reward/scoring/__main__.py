@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.shared.children.serving import serve
-from flotilla.shared.config.sections.judge import JudgeModelConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.judge import JudgeModelConfig, RewardModelConfig
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.net.absence import absent_or
 
@@ -29,8 +28,7 @@ class Scoring:
         try:
             import torch
 
-            from flotilla.services.reward.scoring.judging import Judging
-            from flotilla.services.reward.scoring.scorer import Scorer
+            from flotilla.services.reward.scoring.scorer import Judging, Scorer
 
             torch.set_num_threads(config.threads)
             directory = Path(opening["directory"])

@@ -27,8 +27,7 @@ from flotilla.services.reward.verifiers.matching import ChoiceVerifier, ExactVer
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
 from flotilla.shared.config.sections import reward as sections
-from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, RewardModelConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.locations.allowed import Places

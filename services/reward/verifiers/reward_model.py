@@ -18,8 +18,7 @@ from flotilla.shared.children.calls import CallProcess
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Restarts
 from flotilla.shared.children.spawning import child_environment
-from flotilla.shared.config.sections.judge import JudgeModelConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.judge import JudgeModelConfig, RewardModelConfig
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, GradingFailed, InvalidSpec, Unavailable, WorkerDied
 from flotilla.shared.schemas.grading import Grade, GradingSample
 

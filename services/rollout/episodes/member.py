@@ -6,8 +6,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest, PromptImage
-from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, PromptImage, ResumeRule
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply
 from flotilla.services.rollout.episodes.rendering import TurnRenderer, rendered
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns

@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flotilla.services.rollout.engines.base import Engine
-from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.engines.base import Engine, ResumeRule
 from flotilla.services.rollout.episodes.conversation import ConversationOpener
 from flotilla.services.rollout.episodes.member import Member
 from flotilla.services.rollout.episodes.rendering import TurnRenderer, shown_ids

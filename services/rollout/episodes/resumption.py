@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import UNMIXED, Prefix, ResumeRule
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig, OnWeightUpdate
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Trajectory

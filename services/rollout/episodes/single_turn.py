@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, PromptImage
+from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, PromptImage, ResumeRule
 from flotilla.services.rollout.engines.requests import condensed
-from flotilla.services.rollout.engines.resumption import ResumeRule
 from flotilla.services.rollout.episodes.rendering import Renderer, rendered
 from flotilla.services.rollout.episodes.resumption import Begun, begun, rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally

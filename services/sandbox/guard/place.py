@@ -12,7 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from flotilla.services.sandbox.guard.agent import OF_ALL, REAPED, SIGNALLED
-from flotilla.services.sandbox.guard.job import ENDED, FORKING, GONE, KILL_DESCENDANTS, KILL_UID, Job, Orders, Phase
+from flotilla.services.sandbox.guard.job import (
+    ENDED,
+    FORKING,
+    GONE,
+    KILL_DESCENDANTS,
+    KILL_UID,
+    Job,
+    Orders,
+    Phase,
+)
 from flotilla.services.sandbox.guard.program import FAILED, MADE
 from flotilla.services.sandbox.guard.watch import ProcessStatus, descendants
 

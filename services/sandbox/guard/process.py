@@ -21,7 +21,14 @@ from flotilla.services.sandbox.guard.job import (
     PhaseResult,
 )
 from flotilla.services.sandbox.guard.place import Place
-from flotilla.services.sandbox.guard.watch import POLL_SECONDS, Baseline, Blockage, find_excess, next_look, time_verdict
+from flotilla.services.sandbox.guard.watch import (
+    POLL_SECONDS,
+    Baseline,
+    Blockage,
+    find_excess,
+    next_look,
+    time_verdict,
+)
 from flotilla.services.sandbox.limits import longest_seconds
 
 CHUNK_BYTES = 65536

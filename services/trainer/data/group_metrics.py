@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from flotilla.services.trainer.data.batch import scored_trajectories
-from flotilla.shared.schemas.pools import ON_DEMAND
+from flotilla.shared.schemas.service import ON_DEMAND
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.telemetry.reward_metrics import Scored
 

@@ -117,13 +117,14 @@ class PassSizes:
         """The experiment's directory, in which they are; None where nothing is kept, as of a step that is replayed."""
         return None if self._path is None else self._path.parent
 
-    def keep(self, path: Path) -> None:
-        """Take up what is written there, and write down there what is decided."""
-        self.load(path)
-        self._path = path
+    def keep(self, directory: Path) -> None:
+        """Take up what is written in an experiment's directory, and write down there what is decided."""
+        self.load(directory)
+        self._path = directory / RECORD
 
-    def load(self, path: Path) -> None:
-        """Take up what is written there; nothing if there is no such file."""
+    def load(self, directory: Path) -> None:
+        """Take up what is written in an experiment's directory; nothing if nothing is."""
+        path = directory / RECORD
         try:
             self._bounds = tuple(Bound(**each) for each in json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:

@@ -11,7 +11,6 @@ import transformers
 
 from flotilla.services.trainer.checkpoint.manager import beginning, restored_from
 from flotilla.services.trainer.learning.learner import Learner, StepResult
-from flotilla.services.trainer.learning.pass_sizes import RECORD
 from flotilla.services.trainer.models.loading import check_device
 from flotilla.services.trainer.replay.settings import base_spec, spec_of_step
 from flotilla.shared.checkpoints.folders import CHECKPOINTS, OPTIMIZER, complete
@@ -189,7 +188,7 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
     device = check_device(spec.parallelism.device)
     restored = restored_from(spec, checkpoints[start], device) if start else beginning(spec, device)
     learner, worst = restored.learner, 0.0
-    learner.sizes.load(directory / RECORD)
+    learner.sizes.load(directory)
     for number in range(start + 1, step):
         result, _ = _train(learner, spec_of_step(spec, facts[number]), folder, number)
         compared = _compare(result, facts[number])

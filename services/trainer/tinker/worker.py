@@ -22,8 +22,7 @@ from flotilla.shared.errors import (
     Unavailable,
     WorkerDied,
 )
-from flotilla.shared.tinker.fields import put_bytes
-from flotilla.shared.tinker.messages import MISSING, write_top
+from flotilla.shared.tinker.messages import MISSING, put_bytes, write_top
 from flotilla.shared.tinker.paths import Kind, SavedPath
 from flotilla.shared.tinker.queue import MOST_ATTEMPTS, NOTHING, Answer, Form, Made, Request, TinkerQueue, Work
 from flotilla.shared.tinker.records import Category, Failure, Model, Sample, Sampler, Save, Verb

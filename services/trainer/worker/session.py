@@ -15,7 +15,6 @@ from flotilla.services.trainer.checkpoint.manager import Build, CheckpointManage
 from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepPlanner
 from flotilla.services.trainer.data.source import GroupSource, ReadVersion, requirements_of
-from flotilla.services.trainer.learning.pass_sizes import RECORD
 from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
 from flotilla.services.trainer.worker.compute import Company, compute_thread
 from flotilla.services.trainer.worker.control import RunControl
@@ -148,7 +147,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         restored = await loop.run_in_executor(compute, partial(manager.restore, spec))
         learner, progress = restored.learner, restored.progress
         compute.cores.follow(learner.policy.base)
-        learner.sizes.keep(around.directory / RECORD)
+        learner.sizes.keep(around.directory)
         learner.on_profile_failure = from_threads("profiler", around.on_profile_failure)
         line, live = await reconcile_with(
             queue, around.plane.admission, around.gateway, spec, restored, around.experiment_id, control

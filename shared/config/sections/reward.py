@@ -11,9 +11,14 @@ from pydantic import Field, JsonValue, model_validator
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.code_reference import CodeReference
 from flotilla.shared.config.sections.components import AnswerPattern, ComponentConfig, GraderUrl, RegularExpression
-from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, QuestionConfig
+from flotilla.shared.config.sections.judge import (
+    HostedModelConfig,
+    JudgeConfig,
+    JudgeModelConfig,
+    QuestionConfig,
+    RewardModelConfig,
+)
 from flotilla.shared.config.sections.model import ModelConfig
-from flotilla.shared.config.sections.reward_model import HostedModelConfig, RewardModelConfig
 from flotilla.shared.config.sections.shaping import GroupFilterConfig, SampleMaskConfig, ShapingConfig
 
 

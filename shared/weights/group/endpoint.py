@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from flotilla.shared.children.forking import Forked
 from flotilla.shared.children.serving import progress_of_call, serve
+from flotilla.shared.children.spawning import Forked
 from flotilla.shared.errors import Conflict, DeadlineExceeded, FlotillaError, NotFound, WeightTransferFailed
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.weights.group import member

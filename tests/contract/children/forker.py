@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
-from flotilla.shared.children.forking import Forked
 from flotilla.shared.children.serving import serve
+from flotilla.shared.children.spawning import Forked
 
 
 def act(control: socket.socket, what: str) -> None:

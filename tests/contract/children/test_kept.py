@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from flotilla.shared.children.keeper import CANNOT_START
-from flotilla.shared.children.kept import Kept
+from flotilla.shared.children.processes import Kept
 from tests.contract.children.test_calls import SECONDS, lives, until
 
 # It tells its child's number, which is in a session of its own, then does something.

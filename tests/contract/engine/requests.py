@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
-from flotilla.services.rollout.engines.resumption import UNMIXED, Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import UNMIXED, GenerationRequest, Prefix, ResumeRule, SamplingParameters
 
 _numbers = itertools.count()
 

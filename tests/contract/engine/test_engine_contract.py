@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.base import Completion, Engine
-from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
+from flotilla.services.rollout.engines.base import Completion, Engine, Prefix, ResumeRule
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import (

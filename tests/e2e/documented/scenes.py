@@ -421,7 +421,7 @@ ELSEWHERE: Final = {
     ("docs/lora.md", "flotilla evaluate"): "as on docs/jobs.md",
     ("docs/compatibility.md", "flotilla --version"): "as on docs/install.md",
     ("docs/tinker.md", "flotilla up --tinker"): "tests/integration/tinker runs such a fleet",
-    ("docs/jobs.md", "flotilla evaluate experiment.yaml --answers"): "tests/unit/gateway/test_written.py",
+    ("docs/jobs.md", "flotilla evaluate experiment.yaml --answers"): "tests/unit/gateway/test_finished_written.py",
     ("docs/jobs.md", "flotilla evaluate experiment.yaml --training-rows"): "tests/unit/cli/test_evaluation_spec.py",
     ("docs/jobs.md", "flotilla run experiment.yaml --name again"): "tests/integration/trainer/test_from_dump.py",
     ("docs/jobs.md", "flotilla run experiment.yaml --set rollout.engine"): "tests/unit/engine/test_recorded.py",

@@ -12,10 +12,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine
 from flotilla.services.rollout.engines.embedded.outcomes import Generated
-from flotilla.services.rollout.engines.resumption import Prefix
 from tests.contract.engine.requests import a_request
 from tests.integration.engine.conftest import SavedModel
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, ResumeRule
 from flotilla.services.rollout.engines.process.engine import ProcessEngine
-from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import ModelError

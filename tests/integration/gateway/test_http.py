@@ -14,7 +14,7 @@ import yaml
 
 from flotilla.services.gateway.access.policy import OPEN_PATHS
 from flotilla.services.gateway.app import create_app
-from flotilla.services.gateway.middleware import limit_of
+from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.config.sections.tracking import SamplesConfig

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flotilla.services.gateway.records.repository import Experiment
-from flotilla.services.gateway.routes.exchange import StatusCalls
+from flotilla.services.gateway.routes.trainer_calls import StatusCalls
 from flotilla.services.gateway.signals import FIRE_AT_ONCE
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.net.server.connections import READ_AT_ONCE

@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.fleet import FleetView
+from flotilla.shared.schemas.experiment import FleetView
 from tests.integration.gateway.fleet import (
     Scripted,
     ScriptedReward,

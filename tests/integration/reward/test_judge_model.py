@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from examples.arithmetic.tokenizer import build_tokenizer
-from flotilla.services.reward.scoring.judging import Judging
+from flotilla.services.reward.scoring.scorer import Judging
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.shared.config.sections.judge import JudgeModelConfig
 from flotilla.shared.schemas.trajectory import GradeStatus

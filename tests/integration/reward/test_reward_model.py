@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen
 from examples.arithmetic.tokenizer import build_tokenizer
 from flotilla.services.reward.scoring.scorer import Scorer
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.judge import RewardModelConfig
 from flotilla.shared.errors import ModelError
 from flotilla.shared.schemas.grading import GradingMessage, GradingSample
 from tests.unit.reward.builders import a_sample

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
-from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.engines.base import UNMIXED
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.rollout.episodes.turns import Turns

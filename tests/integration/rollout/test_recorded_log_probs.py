@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.engines.base import Engine, ResumeRule
 from flotilla.services.rollout.engines.process.engine import ProcessEngine
-from flotilla.services.rollout.engines.resumption import ResumeRule
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply

@@ -19,7 +19,7 @@ from flotilla.services.trainer.tinker.trainer import Trainer
 from flotilla.services.trainer.tinker.worker import TrainingWorker
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.streams.redis.connection import connect
-from flotilla.shared.tinker.fields import as_bytes, fields_of, put_bytes, put_entry
+from flotilla.shared.tinker.messages import as_bytes, fields_of, put_bytes, put_entry
 from flotilla.shared.tinker.queue import Answer, Form, Request, TinkerQueue
 from flotilla.shared.tinker.records import AdamStep, Chunk, Lora, Model, Prompt, Sample, Sampling, Save, Verb
 from flotilla.shared.tinker.sessions import TinkerSessions

@@ -24,7 +24,7 @@ from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import FlotillaError, NotFound
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.streams.redis.connection import connect
-from flotilla.shared.tinker.fields import put_bytes, put_int
+from flotilla.shared.tinker.messages import put_bytes, put_int
 from flotilla.shared.tinker.paths import Kind, SavedPath, state_of
 from flotilla.shared.tinker.queue import Answer, Made, TinkerQueue, Work
 from flotilla.shared.tinker.records import (

@@ -14,7 +14,7 @@ from flotilla.services.trainer.tinker.slots import Base, micro_batches
 from flotilla.services.trainer.tinker.trainer import Trainer, Written
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, QuotaExceeded
-from flotilla.shared.tinker.fields import (
+from flotilla.shared.tinker.messages import (
     as_bytes,
     as_double,
     entry_of,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from flotilla.services.rollout.engines.base import ResumeRule
 from flotilla.services.rollout.engines.process.in_process import InProcessEngine
-from flotilla.services.rollout.engines.resumption import ResumeRule
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes

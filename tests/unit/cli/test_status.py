@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from flotilla.cli.commands.status import ServiceRow, remarks
-from flotilla.shared.schemas.experiment import ExperimentState, Problem
-from flotilla.shared.schemas.fleet import ExperimentShare
+from flotilla.shared.schemas.experiment import ExperimentShare, ExperimentState, Problem
 from flotilla.shared.schemas.health import HealthFinding
 from flotilla.shared.schemas.service import Failure
 from tests.unit.cli.test_progress import a_view

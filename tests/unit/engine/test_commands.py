@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.base import Completion, EngineLoad
+from flotilla.services.rollout.engines.base import Completion, EngineLoad, Prefix, ResumeRule
 from flotilla.services.rollout.engines.process.commands import (
     Abort,
     AbortTransfer,
@@ -30,7 +30,6 @@ from flotilla.services.rollout.engines.process.commands import (
     command_from_wire,
     command_to_wire,
 )
-from flotilla.services.rollout.engines.resumption import Prefix, ResumeRule
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.schemas.trajectory import FinishReason

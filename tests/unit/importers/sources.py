@@ -8,7 +8,7 @@ import yaml
 from flotilla.importers.build import Imported, build
 from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Parameter, Verdict
-from flotilla.importers.system import System
+from flotilla.importers.source import System
 from flotilla.importers.systems import SYSTEMS, read
 from flotilla.importers.verl.tools import PATH, TOOLS
 

@@ -12,7 +12,7 @@ from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.roll.distilled import ROLL_DISTILL
 from flotilla.importers.roll.fine_tuning import ROLL_SFT
 from flotilla.importers.roll.finished import ROLL_DPO
-from flotilla.importers.system import System
+from flotilla.importers.source import System
 from flotilla.importers.systems import read, read_openrlhf, system_of
 from flotilla.importers.trl.finished import TRL_FINISHED
 from flotilla.importers.trl.rloo import TRL_RLOO

@@ -18,8 +18,8 @@ from flotilla.services.rollout.engines.decoders.checkpoint import read_config
 from flotilla.services.rollout.tools.opening import HttpTool
 from flotilla.shared.children import calls
 from flotilla.shared.config.sections.episodes import EnvironmentConfig
+from flotilla.shared.config.sections.judge import RewardModelConfig
 from flotilla.shared.config.sections.reward import CustomConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
 from flotilla.shared.errors import DeadlineExceeded, EpisodeFailed, FlotillaError, InvalidSpec, ModelError, Unavailable
 from flotilla.shared.net.absence import absent_or, may_pass
 

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from flotilla.services.reward.verifiers import reward_model
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier, text_of
-from flotilla.shared.config.sections.judge import JudgeModelConfig
-from flotilla.shared.config.sections.reward_model import RewardModelConfig
+from flotilla.shared.config.sections.judge import JudgeModelConfig, RewardModelConfig
 from flotilla.shared.errors import InvalidSpec, Unavailable
 from flotilla.shared.schemas.grading import GradingMessage, GradingTurn
 from flotilla.shared.schemas.trajectory import GradeStatus

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
-from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.engines.base import ResumeRule
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
 from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Turns

@@ -7,8 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
-from flotilla.services.rollout.engines.base import GenerationRequest
-from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.engines.base import UNMIXED, GenerationRequest
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
 from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Requests, Turns

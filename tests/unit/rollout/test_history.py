@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
-from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, ResumeRule
 from flotilla.services.rollout.episodes.conversation import Reply
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Turns

@@ -8,8 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, PromptImage
-from flotilla.services.rollout.engines.resumption import UNMIXED, ResumeRule
+from flotilla.services.rollout.engines.base import (
+    UNMIXED,
+    Completion,
+    Engine,
+    GenerationRequest,
+    PromptImage,
+    ResumeRule,
+)
 from flotilla.services.rollout.engines.scripted import ScriptedEngine, rolling_token
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
 from flotilla.services.rollout.episodes.conversation import Conversation

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.resumption import ResumeRule
+from flotilla.services.rollout.engines.base import ResumeRule
 from flotilla.services.rollout.episodes.resumption import Begun, begun, resume_rule, rule_of
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory

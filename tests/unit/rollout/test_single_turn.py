@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
-from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.engines.base import UNMIXED, Completion, GenerationRequest
 from flotilla.services.rollout.engines.scripted import ScriptedEngine
 from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Requests, Turns

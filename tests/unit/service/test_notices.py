@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.net.server.serving import NOTICE, bind, serve_here
-from flotilla.shared.schemas.pools import LINK_LOCAL, Cloud, NoticeSource, is_spot, notices_from, pool_from
+from flotilla.shared.schemas.service import LINK_LOCAL, Cloud, NoticeSource, is_spot, notices_from, pool_from
 from flotilla.shared.service import notices
 from flotilla.shared.service.notices import END_SECONDS, LOOK_SECONDS, Departure, Metadata, watch_notices
 from tests.cloud import GCP_PREEMPTED, Answers, Cloudlike, cloudlike

@@ -7,8 +7,11 @@ import pytest
 
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.tinker import messages
-from flotilla.shared.tinker.fields import (
+from flotilla.shared.tinker.messages import (
+    MAX_ELEMENTS,
     MAX_FIELDS,
+    ForwardBackwardRequest,
+    Head,
     as_int,
     as_ints,
     fields_of,
@@ -17,13 +20,8 @@ from flotilla.shared.tinker.fields import (
     put_entry,
     put_int,
     put_ints,
-    varint,
-)
-from flotilla.shared.tinker.messages import (
-    MAX_ELEMENTS,
-    ForwardBackwardRequest,
-    Head,
     read_tensor,
+    varint,
     write_output,
     write_tensor,
 )

@@ -61,7 +61,7 @@ def test_the_peak_of_some_work_is_measured() -> None:
 
 def test_the_bound_is_estimated_then_measured_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = a_learner()
-    learner.sizes.keep(tmp_path / "record.json")
+    learner.sizes.keep(tmp_path)
     free = [64 * GIB]
     monkeypatch.setattr(pass_sizes, "free_bytes", lambda _: free[0])
 
@@ -69,7 +69,7 @@ def test_the_bound_is_estimated_then_measured_and_stays(tmp_path: Path, monkeypa
         learner.train(uneven_groups(), step)
         free[0] //= 2
 
-    found = json.loads((tmp_path / "record.json").read_text())
+    found = json.loads((tmp_path / pass_sizes.RECORD).read_text())
     assert [(each["step"], each["why"]) for each in found] == [(1, "estimated"), (2, "measured")]
     assert [each["tokens"] for each in found] == [8192, 8192], "more are not faster on a CPU"
 
@@ -89,10 +89,10 @@ def test_less_memory_makes_smaller_passes_and_the_same_step(monkeypatch: pytest.
 
 def test_who_goes_on_cuts_as_was_cut_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = a_learner(), a_learner()
-    first.sizes.keep(tmp_path / "record.json")
+    first.sizes.keep(tmp_path)
     with_room_for(first, 300, monkeypatch)
     first.train(uneven_groups(), 1)
-    second.sizes.keep(tmp_path / "record.json")
+    second.sizes.keep(tmp_path)
     monkeypatch.setattr(pass_sizes, "free_bytes", lambda _: 0)
 
     second.train(uneven_groups(), 1)
@@ -160,7 +160,7 @@ def test_a_rank_whose_pass_does_not_fit_leaves_the_smaller_bound_for_the_next_jo
     spec = a_spec(parallelism={"ranks": 3})
     need = a_learner().sizes._need
     rank = PassSizes(spec, Others(size=3), need)
-    rank.follow([Bound(1, 0, 8192, "estimated")], tmp_path / "record.json")
+    rank.follow([Bound(1, 0, 8192, "estimated")], tmp_path / pass_sizes.RECORD)
     batch_learner = a_learner()
     batch = make_batch(uneven_groups())
 
@@ -172,5 +172,5 @@ def test_a_rank_whose_pass_does_not_fit_leaves_the_smaller_bound_for_the_next_jo
         rank.fit(batch_learner._cut_of(batch, range(batch.num_sequences)), fails)
 
     after = PassSizes(spec, ONE_RANK, need)
-    after.keep(tmp_path / "record.json")
+    after.keep(tmp_path)
     assert after.bounds[-1] == Bound(4, 0, 4096, HALVED)

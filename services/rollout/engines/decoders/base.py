@@ -10,9 +10,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from flotilla.services.rollout.engines.base import PromptImage
-from flotilla.services.rollout.engines.decoders.adapted import BaseWeights
+from flotilla.services.rollout.engines.decoders.adapted import BaseWeights, RowAdapters
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
-from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
 from flotilla.shared.errors import DataError, InvalidRequest
 from flotilla.shared.schemas.routing import RoutingSizes
 

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flotilla.services.rollout.engines.decoders.adapted import BaseWeights, open_staged
+from flotilla.services.rollout.engines.decoders.adapted import BaseWeights, RowAdapters, open_staged
 from flotilla.services.rollout.engines.decoders.architecture import Architecture
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
 from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
 from flotilla.services.rollout.engines.decoders.kv_cache import KeyValueCache
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, LayerPointers, ModelPointers, kernels_for
-from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
 from flotilla.services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
 
 AT_ONCE = 256

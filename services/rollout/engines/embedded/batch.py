@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest, PromptImage
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, PromptImage
 from flotilla.services.rollout.engines.embedded.row_experts import Chosen, RowExperts
 from flotilla.services.rollout.engines.embedded.sampling import History, RowPenalties, RowSampling, seed_keys, uniforms
-from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.stop_text import StopText
 from flotilla.shared.schemas.routing import RoutingSizes
 from flotilla.shared.schemas.trajectory import FinishReason

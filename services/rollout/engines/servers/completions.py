@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix
 from flotilla.services.rollout.engines.requests import unstarted_completion
-from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters, record_of
 from flotilla.shared.schemas.trajectory import FinishReason
 

@@ -26,7 +26,7 @@ from flotilla.services.rollout.engines.servers.client import LIMITS, Refused, Se
 from flotilla.services.rollout.engines.servers.dialect import Body, Dialect, Launch, VersionLost, label_in
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.children.keeper import CANNOT_START
-from flotilla.shared.children.kept import Kept
+from flotilla.shared.children.processes import Kept
 from flotilla.shared.errors import (
     DeadlineExceeded,
     FlotillaError,

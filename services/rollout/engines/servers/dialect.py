@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flotilla.services.rollout.engines.base import GenerationRequest, PromptImage
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import GenerationRequest, Prefix, PromptImage
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate

@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix
 
 ABORT_SECONDS = 1.0
 """After which an abort is sent again: one that overtakes its request is not heard."""

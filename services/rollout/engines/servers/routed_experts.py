@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from flotilla.services.rollout.engines.base import GenerationRequest
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import GenerationRequest, Prefix
 from flotilla.shared.errors import ModelError
 from flotilla.shared.schemas.routing import RoutedExperts, RoutingSizes, joined
 

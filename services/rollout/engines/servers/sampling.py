@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix
 from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
-from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.adapters import ServedAdapters
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id

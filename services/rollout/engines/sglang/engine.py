@@ -10,8 +10,7 @@ from tempfile import gettempdir
 import httpx
 import psutil
 
-from flotilla.services.rollout.engines.base import GenerationRequest
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import GenerationRequest, Prefix
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import (

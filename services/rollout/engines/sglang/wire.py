@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
+from flotilla.services.rollout.engines.base import GenerationRequest, Prefix, SamplingParameters
 from flotilla.services.rollout.engines.requests import condensed
-from flotilla.services.rollout.engines.resumption import Prefix
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import ShownImages
 from flotilla.shared.config.sections.images import ImagesConfig

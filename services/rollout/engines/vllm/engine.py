@@ -11,8 +11,7 @@ from typing import Any
 
 import httpx
 
-from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import GenerationRequest, Prefix, SamplingParameters
 from flotilla.services.rollout.engines.servers.adapters import MAX_HELD
 from flotilla.services.rollout.engines.servers.client import Refused
 from flotilla.services.rollout.engines.servers.completions import Sampled

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.base import PromptImage
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import Prefix, PromptImage
 from flotilla.services.rollout.engines.servers.completions import completion_of, new_request_id
 from flotilla.services.rollout.engines.servers.dialect import ShownImages
 from flotilla.services.rollout.engines.sglang.wire import generate_body, limits_of, sampled_of, with_pictures

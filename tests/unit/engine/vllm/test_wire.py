@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.services.rollout.engines.resumption import Prefix
+from flotilla.services.rollout.engines.base import Prefix
 from flotilla.services.rollout.engines.servers.completions import completion_of
 from flotilla.services.rollout.engines.servers.settings import ServerSettings
 from flotilla.services.rollout.engines.vllm.engine import (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.membership.returning import REMEMBERED_SECONDS
+from flotilla.services.gateway.membership.joining import REMEMBERED_SECONDS
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.writes import Write

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from flotilla.services.gateway.app import create_app
-from flotilla.services.gateway.middleware import SMALL, limit_of
+from flotilla.services.gateway.body_limits import SMALL, limit_of
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.errors import MAX_ERRORS
 from tests.unit.gateway.builders import a_gateway

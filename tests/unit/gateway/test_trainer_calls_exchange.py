@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from flotilla.services.gateway.routes.exchange import StatusCalls
+from flotilla.services.gateway.routes.trainer_calls import StatusCalls
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.schemas.service import ServiceKind
 from tests.unit.gateway.builders import a_gateway, add_service

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flotilla.services.rollout.engines.decoders.adapted import RowAdapters
 from flotilla.services.rollout.engines.decoders.fused import FusedDecoder
-from flotilla.services.rollout.engines.decoders.row_adapters import RowAdapters
 from flotilla.shared.errors import WeightTransferFailed
 from flotilla.shared.weights.image.adapters import names_of
 from tests.unit.engine.test_kernels import an_architecture

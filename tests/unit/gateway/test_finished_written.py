@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flotilla.services.gateway.datasets.dataset import Dataset
-from flotilla.services.gateway.datasets.written import WrittenAnswers, check_written
+from flotilla.services.gateway.datasets.finished import WrittenAnswers, check_written
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.gateway.monitoring.diagnosis import diagnose
 from flotilla.services.gateway.scheduler.demands import quotas_of

@@ -126,7 +126,7 @@ class SimulatedService:
             address=f"http://127.0.0.1:{20000 + self._number}",
             host="simulated",
             pid=self._number + 1,
-            capabilities=Capabilities(transports=("gloo",)),
+            capabilities=Capabilities(transports=("gloo", "relay")),
             incarnation=f"simulated-{self._number}-{self.lost_leases}",
         )
         # Not on the connection of a poll that still waits: its answer would be taken for this one's.

@@ -1,7 +1,7 @@
 """Bytes per second of each weight transport, beside what bounds it: a memory copy, and a bare gloo broadcast.
 
-    python -m benchmarks.weights [--quick | --mebibytes 8] [--parts rates patches pauses] [--receivers 1 3]
-        [--json FILE]
+    python -m benchmarks.weights [--quick | --mebibytes 8] [--parts rates patches pauses connections]
+        [--receivers 1 3] [--json FILE]
 
 All ways take turns within each round, in real processes, so that a busy machine slows them alike: read the ratios.
 Each way stands next to what it is compared with, every second round runs backwards, and a ratio is the median over the
@@ -9,6 +9,7 @@ rounds of two rates of one round, printed with its quartiles. One ``memcpy`` per
 once, as they would copy out of shared memory. A ``raw gloo`` round broadcasts one private flat buffer as one tensor;
 ``gloo`` moves the same bytes from a file to files and computes their checksum. ``shared_memory`` maps the sender's
 image and computes its checksum; the sender uses two images in turn. Rates count the image once per receiver.
+``connections`` counts the descriptors of a gloo group of so many members, all of them in one process.
 """
 
 import argparse
@@ -21,12 +22,14 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import uvicorn
 from fastapi import FastAPI
 
@@ -42,7 +45,8 @@ from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.pull.client import WeightPuller
 from flotilla.shared.weights.pull.server import PublishedImages, weights_router
 
-PARTS = ("rates", "patches", "pauses")
+PARTS = ("rates", "patches", "pauses", "connections")
+GROUP_SIZES = (4, 8, 17, 32, 64)
 DEADLINE_SECONDS = 120.0
 NUM_WARM_ROUNDS = 2
 """The first rounds touch pages, open windows and map either image of the sender."""
@@ -335,6 +339,36 @@ async def publish_deltas(image_bytes: int) -> None:
             print(f"         delta {image_bytes / 1e6:9.0f} MB, {share:.0%} of the blocks changed: {facts}", flush=True)
 
 
+def count_descriptors(num_members: int) -> tuple[int, float]:
+    """Form a gloo group as members do; gives its descriptors, in all, and the seconds that it takes to form."""
+    from torch.distributed import HashStore, PrefixStore
+
+    from flotilla.shared.weights.group.endpoint_protocol import Opening
+    from flotilla.shared.weights.group.group import GlooBroadcast
+
+    store, started, before = HashStore(), time.monotonic(), psutil.Process().num_fds()
+
+    def member(rank: int) -> GlooBroadcast:
+        opening = Opening(
+            epoch=1,
+            rank=rank,
+            world_size=num_members,
+            bind_host="127.0.0.1",
+            host="127.0.0.1",
+            port=0,
+            address="127.0.0.1",
+            timeout_seconds=DEADLINE_SECONDS,
+        )
+        return GlooBroadcast(opening, PrefixStore("epoch-1", store), started + DEADLINE_SECONDS)
+
+    with ThreadPoolExecutor(num_members) as threads:
+        members = list(threads.map(member, range(num_members)))
+    seconds = time.monotonic() - started
+    descriptors = psutil.Process().num_fds() - before
+    del members
+    return descriptors, seconds
+
+
 async def compare_pauses(sizes: Sequence[int], num_updates: int) -> list[Pause]:
     """Measure pause and stall of publications, of weights and of adapters, with and without overlapped loading."""
     rows = []
@@ -391,6 +425,12 @@ def main() -> None:
     rows = asyncio.run(compare(sizes, chosen.receivers)) if "rates" in chosen.parts else []
     for image_bytes in sizes if "patches" in chosen.parts else ():
         asyncio.run(publish_deltas(image_bytes))
+    for num_members in GROUP_SIZES if "connections" in chosen.parts and chosen.mebibytes is None else ():
+        descriptors, seconds = count_descriptors(num_members)
+        each = f"{descriptors / num_members:.0f} for each"
+        print(
+            f"a gloo group of {num_members:2}: {descriptors} descriptors, {each}; formed in {seconds:.2f} s", flush=True
+        )
     has_pauses = "pauses" in chosen.parts and chosen.mebibytes is None
     pauses = asyncio.run(compare_pauses(sizes, NUM_UPDATES)) if has_pauses else []
     if chosen.json is not None:

@@ -1108,7 +1108,7 @@ export interface components {
             service_id: string;
             /**
              * Rank
-             * @description Its rank in the collective, in which the trainer is 0; None if it maps the image instead.
+             * @description Its rank in the collective, in which the trainer is 0; None if it maps or fetches the image instead.
              */
             rank: number | null;
             /**
@@ -1119,6 +1119,11 @@ export interface components {
             num_ranks: number;
             /** @default gloo */
             transport: components["schemas"]["Transport"];
+            /**
+             * Shared Memory
+             * @description Identity of the shared memory in which it may map another member's image; None if it may not.
+             */
+            shared_memory?: string | null;
         };
         /**
          * MetricPoint

@@ -89,7 +89,7 @@ async def open_state(
         )
         service = RolloutService(opener)
         found = await asyncio.to_thread(
-            host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
+            host_capabilities, transports=("gloo", "nccl", "pull", "relay"), shared_memory=shared_memory_identity()
         )
         engines = offers(settings.engine_pythons, has_gpus=bool(found.devices))
         registration = Registration(

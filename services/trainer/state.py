@@ -53,7 +53,7 @@ async def open_state(
         )
         service = Supervisor(addresses, images, service_id=lambda: membership.service_id, start_worker=start_worker)
         offered = await asyncio.to_thread(
-            host_capabilities, transports=("gloo", "nccl", "pull"), shared_memory=shared_memory_identity()
+            host_capabilities, transports=("gloo", "nccl", "pull", "relay"), shared_memory=shared_memory_identity()
         )
         registration = Registration(
             kind=ServiceKind.TRAINER,

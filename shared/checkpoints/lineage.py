@@ -73,7 +73,7 @@ class VersionLine:
     ) -> "VersionLine":
         """Make the line through ``points``; numbers between two of them are lost, besides those that ``lost`` has."""
         known = tuple(points)
-        gaps = IntervalSet() if lost is None else IntervalSet.from_list(lost.to_list())
+        gaps = IntervalSet() if lost is None else lost.copy()
         for before, after in pairwise(known):
             if after.version > before.version + 1:
                 gaps.add_interval(before.version + 1, after.version - 1)

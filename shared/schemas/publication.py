@@ -87,15 +87,32 @@ class Rendezvous(TolerantWire):
     world_size: int = Field(ge=1)
 
 
+RELAY = "relay"
+"""What services say, beside transports, that can get a version from a member that has received it."""
+
+
+def is_relayed_to(rank: int | None, transport: Transport) -> bool:
+    """Whether a member fetches the image from another one: it has no place in the group, and nothing of the trainer's
+    to map."""
+    return rank is None and transport is not Transport.SHARED_MEMORY
+
+
 class Member(TolerantWire):
     """One receiver of a publication."""
 
     service_id: str
     rank: int | None = Field(ge=1)
-    """Its rank in the collective, in which the trainer is 0; None if it maps the image instead."""
+    """Its rank in the collective, in which the trainer is 0; None if it maps or fetches the image instead."""
     num_ranks: int = Field(1, ge=1)
     """Ranks that are its own, from ``rank`` on."""
     transport: Transport = Transport.GLOO
+    shared_memory: str | None = None
+    """Identity of the shared memory in which it may map another member's image; None if it may not."""
+
+    @property
+    def is_relayed_to(self) -> bool:
+        """See ``is_relayed_to``."""
+        return is_relayed_to(self.rank, self.transport)
 
 
 class PublicationRequest(TolerantWire):
@@ -136,6 +153,16 @@ class PublicationOrder(TolerantWire):
     rendezvous: Rendezvous | None
     manifest: Manifest
     deadline_seconds: float
+    sources: tuple[str, ...] = ()
+    """Where one that is relayed to fetches the image: a member that has it, then the sender in case that one fails.
+    Empty until a member can pass it on."""
+    may_map: bool = False
+    """Whether the first of them is in the same shared memory."""
+
+    @property
+    def is_relayed_to(self) -> bool:
+        """See ``is_relayed_to``."""
+        return is_relayed_to(self.rank, self.transport)
 
 
 class ReceiveState(StrEnum):

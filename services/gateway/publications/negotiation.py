@@ -11,13 +11,15 @@ Reports of another epoch or version mean nothing, so late and repeated ones are 
 
 An epoch is one membership of the weight group, and may be used again while it stays open. Members of a collective have
 ranks, dense from 1 in the order of service ids; rank 0 is the sending trainer. An engine that is a member itself has as
-many as the devices that it divides its model among. Members that map the image have none, and an epoch of such members
-alone needs no rendezvous. An epoch's number never returns within an experiment, whatever restarts.
+many as the devices that it divides its model among. Members that map the image or are relayed to have none, and an
+epoch of such members alone needs no rendezvous. An epoch's number never returns within an experiment.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from flotilla.services.gateway.publications.relays import NO_RELAYS, NOBODY, Beside, Relays
+from flotilla.services.gateway.registry.desired import url_at
 from flotilla.services.gateway.store.records import PublicationRecord
 from flotilla.shared.schemas.publication import (
     Manifest,
@@ -69,20 +71,25 @@ class Epoch:
         return self.rendezvous is not None or not self.collective
 
 
-def members_of(transports: Mapping[str, Transport], engine_ranks: int = 1) -> tuple[Member, ...]:
+def members_of(
+    transports: Mapping[str, Transport], engine_ranks: int = 1, beside: Beside = NOBODY
+) -> tuple[Member, ...]:
     """Assign each service of a collective its ranks.
 
     Args:
         transports: who shall receive, and how.
         engine_ranks: of each engine, where engines are members.
+        beside: who has none.
     """
     members = []
     next_rank = 1
     for service_id, transport in sorted(transports.items()):
-        rank = None if transport is Transport.SHARED_MEMORY else next_rank
+        rank = None if transport is Transport.SHARED_MEMORY or service_id in beside.relayed else next_rank
         num_ranks = engine_ranks if transport is Transport.ENGINE else 1
         next_rank += num_ranks if rank is not None else 0
-        members.append(Member(service_id=service_id, rank=rank, num_ranks=num_ranks, transport=transport))
+        memory = beside.memories.get(service_id)
+        facts = {"service_id": service_id, "rank": rank, "num_ranks": num_ranks}
+        members.append(Member(**facts, transport=transport, shared_memory=memory))
     return tuple(members)
 
 
@@ -90,7 +97,9 @@ def without(members: Iterable[Member], gone: Collection[str]) -> tuple[Member, .
     """Leave some services out; the ranks of the others become dense again."""
     remain = [each for each in members if each.service_id not in gone]
     engine_ranks = max((each.num_ranks for each in remain), default=1)
-    return members_of({each.service_id: each.transport for each in remain}, engine_ranks)
+    memories = {each.service_id: each.shared_memory for each in remain if each.shared_memory is not None}
+    beside = Beside([each.service_id for each in remain if each.is_relayed_to], memories)
+    return members_of({each.service_id: each.transport for each in remain}, engine_ranks, beside)
 
 
 def epoch_for(
@@ -99,8 +108,11 @@ def epoch_for(
     sender: str,
     transports: Mapping[str, Transport],
     engine_ranks: int = 1,
+    beside: Beside = NOBODY,
 ) -> Epoch:
     """Reuse the open epoch if sender and membership are the same, else number a new one.
+
+    Who is relayed to may come and go: no other member is connected with it.
 
     Args:
         previous: the epoch that is still open and healthy, if any.
@@ -108,11 +120,19 @@ def epoch_for(
         sender: the trainer service that will send.
         transports: who shall receive, and how.
         engine_ranks: of each engine, where engines are members.
+        beside: who is not in the collective.
     """
-    members = members_of(transports, engine_ranks)
-    if previous is not None and previous.is_ready and (previous.sender, previous.members) == (sender, members):
-        return previous
+    members = members_of(transports, engine_ranks, beside)
+    if previous is not None and previous.is_ready and previous.sender == sender:
+        if previous.members == members:
+            return previous
+        if previous.collective and _unrelayed(previous.members) == _unrelayed(members):
+            return replace(previous, members=members)
     return Epoch(last_number + 1, sender, members)
+
+
+def _unrelayed(members: Iterable[Member]) -> list[Member]:
+    return [each for each in members if not each.is_relayed_to]
 
 
 STALLS_BEFORE_BLAME = 1
@@ -187,6 +207,7 @@ class Negotiation:
         stalls: transfers of this publication that ended without any member having received it.
         failed_openings: epochs that the sender could not open.
         reason: why it was aborted, or why the last epoch was closed.
+        relays: who passes the version on to whom, beside the collective.
     """
 
     version: int
@@ -200,6 +221,7 @@ class Negotiation:
     stalls: int = 0
     failed_openings: int = 0
     reason: str | None = None
+    relays: Relays = NO_RELAYS
 
     @property
     def is_over(self) -> bool:
@@ -214,7 +236,9 @@ class Negotiation:
 
 def announce(version: int, step: int, manifest: Manifest, epoch: Epoch) -> Negotiation:
     """Start a publication; without members it is committed at once."""
-    return Negotiation(version, step, manifest, epoch, _first_phase(epoch))
+    return Negotiation(
+        version, step, manifest, epoch, _first_phase(epoch), relays=Relays.of(epoch.members, epoch.sender)
+    )
 
 
 def _first_phase(epoch: Epoch) -> PublicationPhase:
@@ -259,8 +283,9 @@ def _reported(state: Negotiation, service_id: str, report: PublicationReport) ->
     if report.state is ReceiveState.RECEIVED and report.checksum != state.manifest.checksum:
         return _without(state, {service_id}, f"{service_id} received checksum {report.checksum}")
     state = replace(state, joined=state.joined | {service_id})
-    if report.state is ReceiveState.RECEIVED:
-        state = replace(state, received=state.received | {service_id})
+    if report.state is ReceiveState.RECEIVED and service_id not in state.received:
+        received, relays = state.received | {service_id}, state.relays.received(service_id)
+        state = replace(state, received=received, relays=relays)
     return _advance(state)
 
 
@@ -288,6 +313,8 @@ def _send_failed(state: Negotiation, epoch: int, detail: str) -> Negotiation:
         is_permanent = state.failed_openings + 1 >= OPENINGS_BEFORE_PULL
         gone = set(state.epoch.collective) if is_permanent else set()
         return replace(_without(state, gone, f"the send failed: {detail}"), failed_openings=state.failed_openings + 1)
+    if state.relays.is_used and not state.epoch.collective:
+        return state  # There is nothing to send any more: the others are relayed to.
     # Those that hold the version are not at fault. When nobody does, a second failure leaves them all to the pull path.
     is_blamed = _has_reached(state) or state.stalls >= STALLS_BEFORE_BLAME
     silent = set(state.epoch.collective - state.received) if is_blamed else set()
@@ -301,6 +328,9 @@ def _late(state: Negotiation) -> Negotiation:
         late = state.epoch.collective - state.joined
         return _without(state, set(late), f"did not join in time: {', '.join(sorted(late))}")
     late = frozenset(state.members - state.received)
+    if late & state.epoch.collective:
+        # Those that are relayed to may wait for it: they have their own time once it is out of the way.
+        late -= {name for name, member in state.epoch.by_id.items() if member.is_relayed_to}
     if not _has_reached(state) and state.stalls < STALLS_BEFORE_BLAME:
         # A member that maps the image depends on no other: it alone is at fault.
         late -= state.epoch.collective
@@ -319,9 +349,11 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
     if gone and gone.isdisjoint(state.epoch.collective):
         remain = tuple(each for each in state.epoch.members if each.service_id not in gone)
         epoch = replace(state.epoch, members=remain)
-        joined, received = state.joined - gone, state.received - gone
-        left = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
-        return _advance(left) if remain else replace(left, phase=PublicationPhase.COMMITTED)
+        return _left(state, epoch, gone, reason)
+    if state.relays.is_used and state.epoch.collective - gone <= state.received:
+        # The group has done its part, so it is not formed again: who was in it passes the version on as before.
+        epoch = _dissolved(state.epoch, gone)
+        return _left(replace(state, phase=_first_phase(epoch)), epoch, gone, reason)
     # Whatever went wrong with a patch does not go wrong again.
     state = replace(state, manifest=state.manifest.model_copy(update={"delta": None}))
     epoch = Epoch(state.epoch.number + 1, state.epoch.sender, without(state.epoch.members, gone))
@@ -335,6 +367,9 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
         return replace(committed, phase=PublicationPhase.COMMITTED)
     # What was mapped stays mapped, whatever becomes of the collective.
     mapped = (state.received & remaining) - epoch.collective
+    relays = Relays.of(epoch.members, epoch.sender)
+    for name in sorted(mapped):
+        relays = relays.received(name)
     return replace(
         state,
         epoch=epoch,
@@ -344,13 +379,30 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
         is_sent=False,
         stalls=stalls,
         reason=reason,
+        relays=relays,
     )
+
+
+def _left(state: Negotiation, epoch: Epoch, gone: set[str], reason: str) -> Negotiation:
+    """Go on in an epoch without some members, where nothing has to be sent again for it."""
+    joined, received = state.joined - gone, state.received - gone
+    left = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
+    left = replace(left, relays=state.relays.without(gone))
+    return _advance(left) if epoch.members else replace(left, phase=PublicationPhase.COMMITTED)
+
+
+def _dissolved(epoch: Epoch, gone: Set[str]) -> Epoch:
+    """Leave members out of an epoch, and the others in it without a collective."""
+    remain = [each for each in epoch.members if each.service_id not in gone]
+    return replace(epoch, members=tuple(each.model_copy(update={"rank": None}) for each in remain), rendezvous=None)
 
 
 def breaks_epoch(event: NegotiationEvent, epoch: Epoch | None) -> bool:
     """Whether an event ends the use of an epoch that no publication is open in."""
-    is_member = isinstance(event, MemberGone) and epoch is not None and event.service_id in epoch.service_ids
-    return epoch is not None and (isinstance(event, SenderGone) or is_member)
+    if isinstance(event, MemberGone) and epoch is not None:
+        member = epoch.by_id.get(event.service_id)
+        return member is not None and not member.is_relayed_to
+    return epoch is not None and isinstance(event, SenderGone)
 
 
 def view_of(experiment_id: str, negotiation: Negotiation, deadline_seconds: float) -> Publication:
@@ -370,14 +422,25 @@ def view_of(experiment_id: str, negotiation: Negotiation, deadline_seconds: floa
 
 def is_alike(before: Negotiation, after: Negotiation) -> bool:
     """Whether only the progress of members differs: what they are asked to do, and what is stored, is the same."""
-    return replace(before, joined=after.joined, received=after.received) == after
+    return replace(before, joined=after.joined, received=after.received, relays=after.relays) == after
 
 
-def order_of(service_id: str, negotiation: Negotiation, deadline_seconds: float) -> PublicationOrder | None:
-    """Make what a service has to do for a publication; None unless it is a member."""
-    member = negotiation.epoch.by_id.get(service_id)
-    if member is None:
+def order_of(
+    service_id: str, negotiation: Negotiation, deadline_seconds: float, address_of: Callable[[str], str | None]
+) -> PublicationOrder | None:
+    """Make what a service has to do for a publication; None unless it is a member, whose turn has come.
+
+    Args:
+        address_of: finds a service's address; None if it is gone.
+    """
+    epoch = negotiation.epoch
+    member, source = epoch.by_id.get(service_id), negotiation.relays.sources.get(service_id)
+    if member is None or (member.is_relayed_to and source is None):
         return None
+    names = () if source is None else dict.fromkeys([source, epoch.sender])
+    addresses = [address for name in names if (address := address_of(name)) is not None]
+    passing_on = None if source is None else epoch.by_id.get(source)
+    memory = None if passing_on is None or len(addresses) < len(names) else passing_on.shared_memory
     return PublicationOrder(
         version=negotiation.version,
         epoch=negotiation.epoch.number,
@@ -388,6 +451,8 @@ def order_of(service_id: str, negotiation: Negotiation, deadline_seconds: float)
         rendezvous=negotiation.epoch.rendezvous,
         manifest=negotiation.manifest,
         deadline_seconds=deadline_seconds,
+        sources=tuple(url_at(address, negotiation.version) for address in addresses),
+        may_map=memory is not None and memory == member.shared_memory,
     )
 
 
@@ -422,11 +487,13 @@ def negotiation_of(record: PublicationRecord) -> Negotiation:
     """Rebuild the state that a record describes; members report again how far they are."""
     members = tuple(Member.model_validate(member) for member in record.members)
     rendezvous = Rendezvous.model_validate(record.rendezvous) if record.rendezvous else None
+    epoch = Epoch(record.epoch, record.service_id, members, rendezvous)
     return Negotiation(
         version=record.version,
         step=record.step,
         manifest=Manifest.model_validate(record.manifest),
-        epoch=Epoch(record.epoch, record.service_id, members, rendezvous),
+        epoch=epoch,
         phase=PublicationPhase(record.phase),
         reason=record.reason,
+        relays=Relays.of(epoch.members, epoch.sender),
     )

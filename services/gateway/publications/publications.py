@@ -4,7 +4,7 @@
 that follows from it, and wakes those who wait.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flotilla.services.gateway.events.log import EventLog
@@ -28,7 +28,7 @@ from flotilla.services.gateway.publications.negotiation import (
     transition,
     view_of,
 )
-from flotilla.services.gateway.publications.transports import can_receive, transport_for
+from flotilla.services.gateway.publications.transports import MOST_IN_GROUP, receivers_of
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.signals import Signal, fire_in_turn, wait_for_any
@@ -45,7 +45,6 @@ from flotilla.shared.schemas.publication import (
     PublicationOrder,
     PublicationPhase,
     PublicationRequest,
-    Transport,
 )
 from flotilla.shared.schemas.service import ServiceKind
 
@@ -75,6 +74,9 @@ class Publications:
 
     Args:
         phase_seconds: what each phase may take besides the time of the bytes.
+
+    Attributes:
+        most_in_group: members of a gloo group; others are relayed to.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Publications:
         self._repository = repository
         self._events = events
         self._phase_seconds = phase_seconds
+        self.most_in_group = MOST_IN_GROUP
         self.durations = Durations(store, clock, events)
         self._open: dict[str, _Open] = {}
         self._epochs: dict[str, Epoch] = {}
@@ -175,9 +178,17 @@ class Publications:
             if is_same and known.epoch.sender == trainer.id and known.epoch.rendezvous is None:
                 return self._view(experiment.id, known)
             self._move_to(change, experiment, before, transition(known, SenderGone("announced again")))
-        transports = self._transports(experiment, trainer, request.manifest)
+        receivers = receivers_of(
+            experiment.spec,
+            trainer.capabilities,
+            self._registry.of(experiment.id),
+            () if reusable is None else reusable.collective,
+            has_image=request.manifest.image_path is not None,
+            most_in_group=self.most_in_group,
+        )
+        transports, ranks = receivers.transports, experiment.spec.engine_ranks
         last_number = self._last_numbers.get(experiment.id, 0)
-        epoch = epoch_for(reusable, last_number, trainer.id, transports, experiment.spec.engine_ranks)
+        epoch = epoch_for(reusable, last_number, trainer.id, transports, ranks, receivers.beside)
         manifest = self._applicable(request.manifest, epoch)
         negotiation = announce(manifest.version, request.step, manifest, epoch)
         entry = _Open(negotiation, self._clock.now(), self._clock.monotonic(), self._deadline(negotiation))
@@ -194,20 +205,10 @@ class Publications:
             version=manifest.version,
             epoch=epoch.number,
             members=sorted(transports),
-            transports=sorted({transport.value for transport in transports.values()}),
+            transports=receivers.ways,
         )
         self._move_to(change, experiment, entry, negotiation, is_new=True)
         return self._view(experiment.id, negotiation)
-
-    def _transports(self, experiment: Experiment, trainer: LiveService, manifest: Manifest) -> dict[str, Transport]:
-        """Name the rollouts that the version can be sent to, and how each gets it."""
-        found = {}
-        for service in self._registry.of(experiment.id):
-            if can_receive(service):
-                transport = transport_for(experiment.spec, trainer.capabilities, service.capabilities)
-                if transport is not None and (manifest.image_path or transport is not Transport.SHARED_MEMORY):
-                    found[service.id] = transport
-        return found
 
     def _applicable(self, manifest: Manifest, epoch: Epoch) -> Manifest:
         """Drop the patch from a manifest unless every member that would receive it holds its base."""
@@ -298,7 +299,12 @@ class Publications:
         entry = self._open.get(experiment_id)
         if entry is None:
             return None
-        return order_of(service_id, entry.negotiation, self.phase_seconds(entry.negotiation.manifest))
+        deadline = self.phase_seconds(entry.negotiation.manifest)
+        return order_of(service_id, entry.negotiation, deadline, self._address_of)
+
+    def _address_of(self, service_id: str) -> str | None:
+        service = self._registry.find(service_id)
+        return None if service is None else service.record.address
 
     def extend(self, seconds: float) -> None:
         """Extend the open phases by a time in which the gateway received no reports."""
@@ -342,7 +348,7 @@ class Publications:
         change.stage(entry, after)
         if not is_new and is_alike(before, after):
             self.durations.stage_progress(change, experiment.id, before, after)
-            change.then(lambda: setattr(entry, "negotiation", after))
+            change.then(lambda: self._follow_progress(entry, after))
             return
         change.write(PutRecord(record_of(experiment.id, after, entry.announced_at, self._clock.now())))
         facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
@@ -374,6 +380,17 @@ class Publications:
             step=after.step,
         )
 
+    def _follow_progress(self, entry: _Open, after: Negotiation) -> None:
+        """Tell those that were given a source; nobody else has anything else to do."""
+        before, entry.negotiation = entry.negotiation, after
+        if after.relays is not before.relays:
+            given = after.relays.sources.keys() - before.relays.sources.keys()
+            self._wake(given)
+
+    def _wake(self, service_ids: Iterable[str]) -> None:
+        found = (self._registry.find(service_id) for service_id in service_ids)
+        fire_in_turn([service.changed for service in found if service is not None])
+
     def _follow(self, experiment: Experiment, entry: _Open, after: Negotiation) -> None:
         before, entry.negotiation = entry.negotiation, after
         if (after.phase, after.epoch) != (before.phase, before.epoch):
@@ -392,12 +409,13 @@ class Publications:
         elif after.epoch.number != before.epoch.number:
             self._epochs.pop(experiment.id, None)
         entry.changed.fire()
-        members = (self._registry.find(service_id) for service_id in before.members | after.members)
-        fire_in_turn([service.changed for service in members if service is not None])
+        self._wake(before.members | after.members)
 
     def _deadline(self, negotiation: Negotiation) -> float:
         waits_for_sender = not negotiation.epoch.is_ready
         phases = SENDER_PHASES if waits_for_sender else 1
+        if negotiation.phase is PublicationPhase.TRANSFERRING:
+            phases += negotiation.relays.waves
         return self._clock.monotonic() + phases * self.phase_seconds(negotiation.manifest)
 
     def _view(self, experiment_id: str, negotiation: Negotiation) -> Publication:

@@ -1,18 +1,22 @@
 """Who can receive weights, and by which transport: pure, from the spec and what services reported."""
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
+from flotilla.services.gateway.publications.relays import Beside, relayed_of
 from flotilla.services.gateway.registry.services import LiveService
 from flotilla.shared.config.sections.publication import TransportChoice
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.schemas.publication import Transport
+from flotilla.shared.schemas.publication import RELAY, Transport
 from flotilla.shared.schemas.service import Capabilities, ServiceKind, WorkState
 
 MAX_PEERS = 4
 """How many rollouts one is sent to: more would not be faster, and each serves as few others."""
 SPREAD, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """An odd factor that gives every pair of services an order of its own, cheaply."""
+MOST_IN_GROUP = 16
+"""Members of a gloo group: each has two connections to each other one."""
 AT_WORK = frozenset({WorkState.STARTING, WorkState.RUNNING, WorkState.PAUSED})
 
 
@@ -51,6 +55,64 @@ def can_receive(service: LiveService) -> bool:
 def lacks_version(service: LiveService, version: int) -> bool:
     """Return whether a service is a rollout that serves another version than the committed one, or none yet."""
     return service.kind is ServiceKind.ROLLOUT and version > 0 and service.observed.policy_version != version
+
+
+@dataclass(frozen=True, slots=True)
+class Receivers:
+    """Who can receive a version, and how.
+
+    Attributes:
+        transports: of each service.
+        beside: who is not in the collective.
+    """
+
+    transports: dict[str, Transport]
+    beside: Beside
+
+    @property
+    def ways(self) -> list[str]:
+        """Name the ways in which the version travels."""
+        ways = {transport.value for name, transport in self.transports.items() if name not in self.beside.relayed}
+        return sorted(ways | ({RELAY} if self.beside.relayed else set()))
+
+
+def receivers_of(
+    spec: ExperimentSpec,
+    trainer: Capabilities,
+    services: Iterable[LiveService],
+    group: Collection[str],
+    *,
+    has_image: bool,
+    most_in_group: int,
+) -> Receivers:
+    """Name the services that a version can be sent to, and how each gets it.
+
+    Args:
+        spec: the experiment.
+        trainer: of the sending service.
+        services: of the experiment.
+        group: members of the group that is open.
+        has_image: whether the trainer has an image to be mapped.
+        most_in_group: the most members of a gloo group.
+    """
+    transports: dict[str, Transport] = {}
+    able: set[str] = set()
+    memories: dict[str, str] = {}
+    for service in services:
+        if not can_receive(service):
+            continue
+        offers = service.capabilities
+        transport = transport_for(spec, trainer, offers)
+        if transport is None or (transport is Transport.SHARED_MEMORY and not has_image):
+            continue
+        transports[service.id] = transport
+        # Services of an earlier release know nothing of it.
+        if RELAY in offers.transports and RELAY in trainer.transports:
+            able.add(service.id)
+            if spec.asynchrony.publication.may_map and offers.shared_memory is not None:
+                memories[service.id] = offers.shared_memory
+    relayed = relayed_of(transports, able, memories, group, most_in_group)
+    return Receivers(transports, Beside(relayed, memories))
 
 
 def peers_of(

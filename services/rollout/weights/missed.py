@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.publication import PublicationOrder
 from flotilla.shared.schemas.service import DesiredState
 from flotilla.shared.weights.mapped.locate import LocatedImage
 from flotilla.shared.weights.pull.source import OnArrived, Reuse
@@ -32,26 +33,43 @@ class Puller(Protocol):
         """Write the verified image into a file of ``directory``, of shared memory, or that ``reuse`` gives."""
 
 
-class Locator(Protocol):
-    """Finds a committed version in the memory of this host."""
+class RelayedPuller(Protocol):
+    """Fetches a version that is not committed yet from a member that passes it on."""
 
-    async def __call__(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
+    async def __call__(
+        self,
+        sources: Sequence[str],
+        version: int,
+        deadline_seconds: float,
+        *,
+        checksum: str,
+        reuse: Reuse | None,
+    ) -> Path:
+        """Write the verified image into a file of shared memory, or that ``reuse`` gives."""
+
+
+class Locator(Protocol):
+    """Finds a version in the memory of this host."""
+
+    async def __call__(self, url: str | None, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
         """Name the image's file, which has to be checked; None if nobody here has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissedVersions:
-    """Finds committed versions.
+    """Finds committed versions, and those that members of a publication pass on.
 
     Attributes:
         pull: fetches them.
         locate: finds them in this host's shared memory; None pulls them all.
         kept_in: directory where they may be found as well.
+        relayed: fetches what a member passes on; None cannot.
     """
 
     pull: Puller
     locate: Locator | None = None
     kept_in: Path | None = None
+    relayed: RelayedPuller | None = None
 
     async def located(self, desired: DesiredState) -> LocatedImage | None:
         """Name an image of this host, which has to be checked; None if it is to be pulled."""
@@ -89,3 +107,17 @@ class MissedVersions:
             reuse=reuse,
             on_arrived=on_arrived,
         )
+
+    async def located_at_member(self, order: PublicationOrder) -> LocatedImage | None:
+        """Name the image of the member that passes a version on, which has to be checked; None if it is not here."""
+        if self.locate is None or not order.may_map:
+            return None
+        return await self.locate(None, order.manifest.checksum, order.sources[:1])
+
+    async def passed_on(self, order: PublicationOrder, reuse: Reuse) -> Path:
+        """Fetch a version from the member that passes it on into a file; errors and arguments as of ``pulled``."""
+        if self.relayed is None:
+            raise NotFound("this rollout cannot be relayed to")
+        deadline = 2 * order.deadline_seconds
+        checksum = order.manifest.checksum
+        return await self.relayed(order.sources, order.version, deadline, checksum=checksum, reuse=reuse)

@@ -1,4 +1,4 @@
-"""Follows publications: receives or maps each image, and checks it.
+"""Follows publications: receives, maps or fetches each image, and checks it.
 
 The engine serves the old version until the whole new image is here, its checksum is right and the gateway has
 committed it; then ``switcher`` makes it serve. A member that cannot follow a publication says so, and catches up by
@@ -25,7 +25,15 @@ from flotilla.services.rollout.weights.switcher import VersionSwitcher
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.concurrency.cancelling import to_the_end
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
-from flotilla.shared.errors import DeadlineExceeded, FlotillaError, Unavailable, WeightTransferFailed, WorkerDied
+from flotilla.shared.errors import (
+    DeadlineExceeded,
+    FlotillaError,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+    WeightTransferFailed,
+    WorkerDied,
+)
 from flotilla.shared.schemas.publication import (
     DeltaManifest,
     PublicationOrder,
@@ -228,6 +236,7 @@ class WeightReceiver:
         self.gate = gate
         self._endpoint = endpoint
         self._images = StagedImages(published)
+        self._missed = missed
         self._notify = notify
         self._on_engine_death = on_engine_death
         member = engine if isinstance(engine, GroupMember) else None
@@ -314,7 +323,9 @@ class WeightReceiver:
     async def _follow_order(self, order: PublicationOrder | None, tasks: asyncio.TaskGroup) -> None:
         if order is None or order.phase not in {PublicationPhase.PREPARING, PublicationPhase.TRANSFERRING}:
             return
-        if order.rendezvous is None and order.transport is not Transport.SHARED_MEMORY:
+        if order.is_relayed_to and not order.sources:
+            return
+        if order.rendezvous is None and order.rank is not None:
             return
         if self._receiving is not None:
             current, task = self._receiving
@@ -329,6 +340,8 @@ class WeightReceiver:
             transfer: WeightTransfer | None = None
             if order.transport is Transport.SHARED_MEMORY:
                 await self._take_mapped(order)
+            elif order.is_relayed_to:
+                await self._take_relayed(order)
             else:
                 transfer = await self._take_broadcast(order)
             self._report(order, ReceiveState.RECEIVED, checksum=order.manifest.checksum)
@@ -340,7 +353,7 @@ class WeightReceiver:
             self._switcher.look()
         except WorkerDied as error:
             self._on_engine_death(error)
-        except (WeightTransferFailed, DeadlineExceeded, Unavailable) as error:
+        except (WeightTransferFailed, DeadlineExceeded, Unavailable, NotFound, Unauthorized) as error:
             log.warning("publication was not received", extra={"version": order.version, "error": error.detail})
             await self._leave(order.epoch)
             self._report(order, ReceiveState.FAILED, detail=error.detail)
@@ -350,12 +363,44 @@ class WeightReceiver:
 
     async def _take_mapped(self, order: PublicationOrder) -> None:
         """Map the trainer's image and read it once, for the checksum: no byte of it is copied."""
-        manifest, staged = order.manifest, self._images.staged
-        if staged is not None and staged.is_of(order.version, manifest.checksum) and not staged.image.is_withdrawn:
+        manifest = order.manifest
+        if self._has(order):
             return
         if manifest.image_path is None:
             raise WeightTransferFailed("the trainer offers no image to map")
-        async with self._images.mapped(Path(manifest.image_path), manifest.image_bytes) as image:
+        await self._map(order, Path(manifest.image_path))
+
+    async def _take_relayed(self, order: PublicationOrder) -> None:
+        """Take the image of a member that passes it on: mapped where it is on this host, else fetched.
+
+        A fetched one is passed on to others, a mapped one is not: its owner does that.
+        """
+        if self._epoch is not None:
+            await self._leave(self._epoch)
+        if self._has(order):
+            return
+        located = await self._missed.located_at_member(order)
+        if located is not None:
+            try:
+                await self._map(order, located.path)
+                return
+            except WeightTransferFailed as error:
+                log.info("image of this host is not used", extra={"version": order.version, "error": error.detail})
+        path = await self._missed.passed_on(order, self._images.give_away)
+        image = await self._images.adopt(path)
+        with self._images.using(image):
+            self._keep(order, image, order.manifest.checksum)  # Whoever fetched it has checked it.
+
+    def _has(self, order: PublicationOrder) -> bool:
+        staged = self._images.staged
+        return (
+            staged is not None
+            and staged.is_of(order.version, order.manifest.checksum)
+            and not staged.image.is_withdrawn
+        )
+
+    async def _map(self, order: PublicationOrder, path: Path) -> None:
+        async with self._images.mapped(path, order.manifest.image_bytes) as image:
             self._keep(order, image, await asyncio.to_thread(image.checksum))
 
     async def _take_broadcast(self, order: PublicationOrder) -> WeightTransfer | None:

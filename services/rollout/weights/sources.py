@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.services.rollout.engines.base import Engine, OnEngineDeath
-from flotilla.services.rollout.weights.missed import Locator, MissedVersions, Puller
+from flotilla.services.rollout.weights.missed import Locator, MissedVersions, Puller, RelayedPuller
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.sections.asynchrony import AsynchronyConfig
@@ -25,16 +25,19 @@ class WeightSources:
         pull: fetches them.
         locate: finds them in this host's shared memory.
         published: where other rollouts get the images that this one keeps.
+        relayed: fetches what members of a publication pass on.
     """
 
     pull: Puller
     locate: Locator | None = None
     published: PublishedImages | None = None
+    relayed: RelayedPuller | None = None
 
     @classmethod
     def of_fleet(cls, credentials: Credentials, published: PublishedImages) -> "WeightSources":
         """Find them at the fleet's trainers and rollouts, here and elsewhere."""
-        return cls(WeightPuller(credentials), ImageLocator(credentials), published)
+        puller = WeightPuller(credentials)
+        return cls(puller, ImageLocator(credentials), published, puller.relayed)
 
     def receiver(
         self,
@@ -60,6 +63,7 @@ class WeightSources:
             self.pull,
             self.locate if publication.may_map else None,
             directory / KEPT_IMAGES if publication.write_to_directory else None,
+            self.relayed,
         )
         return WeightReceiver(
             engine,

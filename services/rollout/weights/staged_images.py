@@ -106,8 +106,10 @@ class StagedImages:
     def give_away(self, image_bytes: int) -> WeightImage | None:
         """Lend an own image of this size that holds nothing of worth, taken back to be written; None if none is.
 
-        Its memory was touched before, which is most of what writing into a new one costs.
+        Its memory was touched before, which is most of what writing into a new one costs. One is lent at a time.
         """
+        if self._lent is not None and not self._lent.is_closed:
+            return None
         for image in self._own:
             if not self._is_wanted(image) and image.image_bytes == image_bytes:
                 with suppress(Conflict):
@@ -125,17 +127,22 @@ class StagedImages:
         """
         free = [image for image in self._own if not self._is_wanted(image)]
         self._own = [image for image in self._own if image not in free]
-        await close_images(*free)
-        lent, self._lent = self._lent, None
+        lent = self._lent
         if lent is not None and lent.path == path and not lent.is_closed:
             # Still mapped: the next pull into it need not find its pages again.
-            image = lent
+            image, self._lent = lent, None
             image.own_again()
         else:
             # The engine reads it, in a process of its own; here it is sent by its descriptor.
-            image = await attach_image(path, is_read_whole=False)
+            try:
+                image = await attach_image(path, is_read_whole=False)
+            except asyncio.CancelledError:
+                _remove(path)
+                raise
             image.is_owner = True
         self._own.append(image)
+        with self.using(image):
+            await close_images(*free)
         return image
 
     async def close(self) -> None:
@@ -169,3 +176,7 @@ class StagedImages:
     def _release(self, image: WeightImage) -> None:
         if not image.is_owner and not image.is_closed and not self._is_wanted(image):
             image.unlock()
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)

@@ -172,7 +172,7 @@ class GroupSource:
         self._planned: set[int] = set()
         self._plans: dict[int, Plan] = {}
         self._already_trained: list[Claim] = []
-        self._durable = IntervalSet.from_list(trained.to_list())
+        self._durable = trained.copy()
         self._changed = asyncio.Event()
 
     def bound_lag(self, max_lag: int) -> None:

@@ -63,8 +63,7 @@ class Point:
     @classmethod
     def of(cls, progress: Progress, line: VersionLine, figure: float | None) -> "Point":
         """Take what progress is now."""
-        trained = IntervalSet.from_list(progress.trained.to_list())
-        return cls(progress.step, line.at(progress.step), trained, figure)
+        return cls(progress.step, line.at(progress.step), progress.trained.copy(), figure)
 
 
 class CheckpointWriter:

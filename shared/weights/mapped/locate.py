@@ -55,18 +55,18 @@ class ImageLocator:
         self._credentials = credentials
         self._transport = transport
 
-    async def __call__(self, url: str, checksum: str | None, peers: Sequence[str] = ()) -> LocatedImage | None:
+    async def __call__(self, url: str | None, checksum: str | None, peers: Sequence[str] = ()) -> LocatedImage | None:
         """Find an image; None if no service on this host has it.
 
         Args:
-            url: of the version at the trainer.
+            url: of the version at the trainer; None does not ask it.
             checksum: of the image; None trusts the trainer and uses no other source.
             peers: urls of the version at rollouts.
         """
         identity = shared_memory_identity()
         if identity is None:
             return None
-        sources = [(url, ServiceKind.TRAINER)]
+        sources = [] if url is None else [(url, ServiceKind.TRAINER)]
         if checksum is not None:
             sources += [(each, ServiceKind.ROLLOUT) for each in peers]
         timeout = httpx.Timeout(LOCATE_SECONDS)

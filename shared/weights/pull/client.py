@@ -11,6 +11,7 @@ deadline. A source that offers another image, or whose bytes turn out wrong, is 
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,13 +25,22 @@ from flotilla.shared.net.retry import Backoff, retry
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.weights.pull.http_source import CONNECT_SECONDS, HttpSource
 from flotilla.shared.weights.pull.kept_images import DirectorySource, kept_path
-from flotilla.shared.weights.pull.source import SILENCE_SECONDS, ArrivingImage, OnArrived, Reuse, Source
+from flotilla.shared.weights.pull.source import (
+    SILENCE_SECONDS,
+    STALLED_BYTES,
+    ArrivingImage,
+    OnArrived,
+    Reuse,
+    Source,
+)
 
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 2
 """To each source: while one range is asked for, another one comes."""
 STALL_SECONDS = 2.0
+SPARE_SECONDS = 4.0
+"""A source beside which there is only a spare one may send next to nothing for so long."""
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 0.02
 """How often it is told how far the image is: as much as arrives meanwhile is read after the last byte."""
@@ -93,6 +103,35 @@ class WeightPuller:
         if not sources:
             raise NotFound(f"nobody serves version {version} now")
         pull = _Pull(sources, lambda: ArrivingImage(directory, checksum, reuse, on_arrived))
+        return await self._run(pull, client, version, deadline_seconds)
+
+    async def relayed(
+        self,
+        sources: Sequence[str],
+        version: int,
+        deadline_seconds: float,
+        *,
+        checksum: str,
+        reuse: Reuse | None = None,
+    ) -> Path:
+        """Fetch a version from a rollout that passes it on, and from the trainer only if that one fails or stalls.
+
+        Args:
+            sources: url of this version at the rollout, if any, and at the trainer.
+            version: what the urls name, for messages.
+            deadline_seconds: for all attempts together.
+            checksum: of the image.
+            reuse: as of ``__call__``, with its errors.
+        """
+        client = self._client()
+        *peers, url = sources
+        origin = self._source(client, url, ServiceKind.TRAINER)
+        rollouts: list[Source] = [self._source(client, each, ServiceKind.ROLLOUT) for each in peers]
+        spare = origin if rollouts else None
+        pull = _Pull(rollouts or [origin], lambda: ArrivingImage(None, checksum, reuse), spare)
+        return await self._run(pull, client, version, deadline_seconds)
+
+    async def _run(self, pull: "_Pull", client: httpx.AsyncClient, version: int, deadline_seconds: float) -> Path:
         try:
             async with asyncio.timeout(deadline_seconds), client:
                 return await pull.run(version)
@@ -118,11 +157,18 @@ class WeightPuller:
 
 
 class _Pull:
-    """One version on its way from several sources."""
+    """One version on its way from several sources.
 
-    def __init__(self, sources: list[Source], make: Callable[[], ArrivingImage]) -> None:
+    Args:
+        sources: that are asked.
+        make: makes the image that they are written into.
+        spare: is asked as well once the others have failed or stalled.
+    """
+
+    def __init__(self, sources: list[Source], make: Callable[[], ArrivingImage], spare: Source | None = None) -> None:
         self._sources = sources
         self._make = make
+        self._spare = spare
         self._image: ArrivingImage | None = None
         self._finished: Path | None = None
         self.last: Unavailable | None = None
@@ -132,6 +178,7 @@ class _Pull:
         try:
             path = await self._from(self._sources, version)
         except WeightTransferFailed:
+            self._take_spare(self._sources)
             if len(self._sources) == 1:
                 raise
             path = await self._one_by_one(version)
@@ -194,11 +241,10 @@ class _Pull:
                 source.strikes, source.failure = 0, None
         async with asyncio.TaskGroup() as beside:
             telling = beside.create_task(_tell(image), name="progress of arriving weights")
-            # Not one failure ends the others: they share what is missing.
             async with asyncio.TaskGroup() as tasks:
-                for source in sources:
-                    for _ in range(CONNECTIONS):
-                        tasks.create_task(_fetch(image, source))
+                fetching = _begin(tasks, image, *sources)
+                if self._spare is not None:
+                    tasks.create_task(self._call_on_spare(image, sources, fetching, tasks))
             telling.cancel()
         if not image.missing.is_whole:
             if image.is_replaced:
@@ -207,6 +253,31 @@ class _Pull:
                 raise WeightTransferFailed("the trainer's image has another size than another source had said")
             failures = [source.failure for source in sources if source.failure is not None]
             raise next((each for each in failures if isinstance(each, Unavailable)), failures[-1])
+
+    async def _call_on_spare(
+        self,
+        image: ArrivingImage,
+        sources: list[Source],
+        fetching: Sequence[asyncio.Task[None]],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Ask the spare source as well once the others have failed, or next to nothing comes from them."""
+        num, since = 0, time.monotonic()
+        while (await asyncio.wait(fetching, timeout=LOOK_SECONDS))[1]:
+            now = time.monotonic()
+            if image.num_arrived - num >= STALLED_BYTES:
+                num, since = image.num_arrived, now
+            elif now - since >= SPARE_SECONDS:
+                break
+        if not (image.missing.is_whole or image.is_disputed):
+            _begin(tasks, image, *self._take_spare(sources))
+
+    def _take_spare(self, sources: list[Source]) -> list[Source]:
+        """Make the spare source one of the others; gives it, once."""
+        taken = [] if self._spare is None else [self._spare]
+        sources += taken
+        self._spare = None
+        return taken
 
     async def _finish(self) -> Path:
         assert self._image is not None
@@ -225,6 +296,11 @@ class _Pull:
         if self._image is not None:
             await self._image.close()
         self._image = None
+
+
+def _begin(tasks: asyncio.TaskGroup, image: ArrivingImage, *sources: Source) -> list[asyncio.Task[None]]:
+    """Begin to fetch from sources. Not one failure ends the others: they share what is missing."""
+    return [tasks.create_task(_fetch(image, source)) for source in sources for _ in range(CONNECTIONS)]
 
 
 async def _tell(image: ArrivingImage) -> None:

@@ -226,6 +226,11 @@ class ArrivingImage:
                 self.tell()
             self.notify()
 
+    @property
+    def num_arrived(self) -> int:
+        """How many bytes have come, also of ranges that are arriving."""
+        return self.num_received + sum(arrival.count() for arrival in self._arrivals)
+
     def tell(self) -> None:
         """Report the bytes received to ``on_arrived``, also within ranges that are arriving."""
         if self._on_arrived is not None and self.image is not None and not self.image.is_closed:

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from torch import nn
 
 from flotilla.services.gateway.publications.negotiation import Opened, SendFailed, Sent
+from flotilla.services.gateway.publications.transports import MOST_IN_GROUP
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.rollout.engines.scripted import ScriptedTransfer
 from flotilla.services.rollout.weights.missed import MissedVersions
@@ -27,7 +28,7 @@ from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.publication import PublicationConfig
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.net.authorisation.tokens import Credentials
-from flotilla.shared.schemas.publication import PublicationPhase, PublicationReport
+from flotilla.shared.schemas.publication import Member, PublicationPhase, PublicationReport
 from flotilla.shared.schemas.service import Capabilities, ObservedState, ServiceKind, WorkState
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
 from flotilla.shared.weights.image.image import WeightImage
@@ -42,7 +43,7 @@ WIDTH = 512
 """Of a square layer: an image of 1 MB, which travels in several slices."""
 SLICE_BYTES = 1 << 18
 EXPERIMENT = "tiny-1"
-SEEN = Capabilities(transports=("gloo", "pull"), shared_memory="here")
+SEEN = Capabilities(transports=("gloo", "pull", "relay"), shared_memory="here")
 PUBLICATIONS = f"/v1/experiments/{EXPERIMENT}/publications"
 
 
@@ -115,13 +116,14 @@ class Rollout:
         app = FastAPI()
         app.include_router(weights_router(self._published, Credentials("token")))
         fleet.hosts[name] = httpx.ASGITransport(app=app)
-        self._puller = WeightPuller(Credentials("token"), transport=ByHost(fleet.hosts))
+        self.asking = ByHost(fleet.hosts)
+        self._puller = WeightPuller(Credentials("token"), transport=self.asking)
         locate = ImageLocator(Credentials("token"), transport=ByHost(fleet.hosts))
         self.receiver = WeightReceiver(
             self.engine,  # type: ignore[arg-type]
             self.gate,
             endpoint,
-            MissedVersions(self._pull, locate if fleet.config.may_map else None),
+            MissedVersions(self._pull, locate if fleet.config.may_map else None, relayed=self._puller.relayed),
             OnWeightUpdate.DRAIN,
             self.news.set,
             lambda error: None,
@@ -283,14 +285,16 @@ class Fleet:
 
     def transports(self) -> set[str]:
         """Name the transports of the last publication's members."""
-        records = self.gateway.store._publications  # type: ignore[attr-defined]
-        newest = max(records.values(), key=lambda record: record.version)
-        return {member["transport"] for member in newest.members}
+        return {member.transport.value for member in self.last_members()}
 
     def members(self) -> set[str]:
         """Name the services that are members of the last publication."""
+        return {member.service_id for member in self.last_members()}
+
+    def last_members(self) -> list[Member]:
+        """List the members of the last publication."""
         newest = max(self.gateway.store._publications.values(), key=lambda record: record.version)  # type: ignore[attr-defined]
-        return {member["service_id"] for member in newest.members}
+        return [Member.model_validate(member) for member in newest.members]
 
     async def close(self) -> None:
         await self.publisher.close()
@@ -303,10 +307,15 @@ class Fleet:
 
 @asynccontextmanager
 async def a_fleet(
-    config: PublicationConfig, endpoints: list[EndpointClient], num_rollouts: int, phase_seconds: float = PHASE_SECONDS
+    config: PublicationConfig,
+    endpoints: list[EndpointClient],
+    num_rollouts: int,
+    phase_seconds: float = PHASE_SECONDS,
+    most_in_group: int = MOST_IN_GROUP,
 ) -> AsyncIterator[Fleet]:
     """Run a fleet; the first endpoint is the trainer's."""
     fleet = Fleet(config, endpoints[0], phase_seconds)
+    fleet.gateway.publications.most_in_group = most_in_group
     await fleet.start()
     keeping = asyncio.create_task(fleet.keep_deadlines())
     try:

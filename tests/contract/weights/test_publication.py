@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from flotilla.services.gateway.publications.transports import MOST_IN_GROUP
 from flotilla.shared.config.sections.publication import PublicationConfig
 from flotilla.shared.schemas.publication import ReceiveState
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
-from tests.contract.weights.fleet import PHASE_SECONDS, Fleet, a_fleet, a_rollout
+from tests.contract.weights.fleet import EXPERIMENT, PHASE_SECONDS, Fleet, a_fleet, a_rollout
 from tests.integration.weights.processes import images_of_this_process
 
 SHORT_PHASE_SECONDS = 3.0
@@ -26,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shared_memory": {"transport": "shared_memory"},
     "shared_memory bfloat16": {"transport": "shared_memory", "wire_dtype": "bfloat16"},
     "pull": {"transport": "pull"},
+    "relay": {"transport": "gloo", "most_in_group": 1},
 }
 
 
@@ -54,7 +56,9 @@ async def running(
     way: dict[str, Any], endpoints: list[EndpointClient], num_rollouts: int = 2, phase_seconds: float = PHASE_SECONDS
 ) -> AsyncIterator[Fleet]:
     before = images_of_this_process()
-    async with a_fleet(PublicationConfig(**way), endpoints, num_rollouts, phase_seconds) as fleet:
+    keys = dict(way)
+    most_in_group = keys.pop("most_in_group", MOST_IN_GROUP)
+    async with a_fleet(PublicationConfig(**keys), endpoints, num_rollouts, phase_seconds, most_in_group) as fleet:
         yield fleet
     assert images_of_this_process() == before
 
@@ -68,6 +72,7 @@ async def test_every_rollout_serves_the_very_bytes_of_each_version(
             await fleet.everybody_serves(version)
 
         assert fleet.transports() == ({"gloo" if way["transport"] == "group" else way["transport"]} - {"pull"})
+        assert any(each.is_relayed_to for each in fleet.last_members()) == ("most_in_group" in way)
         assert {rollout.pulls for rollout in fleet.rollouts} == ({4} if way["transport"] == "pull" else {0})
 
 
@@ -297,3 +302,63 @@ async def test_a_rollout_offers_the_version_that_it_keeps_and_no_other(endpoints
             await fleet.everybody_serves(version)
 
             assert rollout._published.versions == (version,)
+
+
+async def test_rollouts_beside_the_group_get_each_version_from_one_another(endpoints: list[EndpointClient]) -> None:
+    unused = EndpointClient()  # A process that imports torch is started with the first group, and there is none.
+    async with running(WAYS["relay"], endpoints, num_rollouts=1) as fleet:
+        await fleet.train_and_publish(1)
+        for number in range(5):
+            await a_rollout(fleet, f"beside{number}", unused)
+        for rollout in fleet.rollouts:
+            rollout.pulls, rollout.asking.asked = 0, []
+        for version in (2, 3, 4):
+            await fleet.train_and_publish(version)
+            assert fleet.members() == {rollout.service_id for rollout in fleet.rollouts}
+            await fleet.everybody_serves(version)
+
+        asked = [host for rollout in fleet.rollouts for host in rollout.asking.asked]
+        assert len(asked) >= 5 * 3 and "trainer" not in asked
+        assert {rollout.pulls for rollout in fleet.rollouts} == {0}
+
+
+async def test_where_a_member_offers_something_else_the_trainer_sends_the_version(
+    endpoints: list[EndpointClient],
+) -> None:
+    async with running(WAYS["relay"], endpoints) as fleet:
+        [member] = [each for each in fleet.rollouts if await _is_in_group(fleet, each.service_id, version=1)]
+        [other] = [each for each in fleet.rollouts if each is not member]
+        member._published.publish = lambda *_: None  # type: ignore[method-assign]
+
+        await fleet.train_and_publish(2)
+
+        await fleet.everybody_serves(2)
+        assert other.asking.asked[-1] == "trainer" and member.name in other.asking.asked
+        assert fleet.members() == {each.service_id for each in fleet.rollouts}
+
+
+async def _is_in_group(fleet: Fleet, service_id: str, version: int) -> bool:
+    if not fleet.gateway.publications.committed(EXPERIMENT, version):
+        await fleet.train_and_publish(version)
+        await fleet.everybody_serves(version)
+    [order] = [each for each in fleet.last_members() if each.service_id == service_id]
+    return order.rank is not None
+
+
+async def test_of_rollouts_on_another_host_one_receives_and_the_others_map_its_image(
+    endpoints: list[EndpointClient],
+) -> None:
+    async with running({"transport": "auto"}, endpoints, num_rollouts=3) as fleet:
+        for rollout in fleet.rollouts:
+            service = fleet.gateway.registry.get(rollout.service_id)
+            service.capabilities = service.capabilities.model_copy(update={"shared_memory": "elsewhere"})
+
+        for version in (1, 2, 3):
+            await fleet.train_and_publish(version)
+            assert fleet.members() == {rollout.service_id for rollout in fleet.rollouts}
+            await fleet.everybody_serves(version)
+
+        assert fleet.transports() == {"gloo"}
+        assert sorted(each.is_relayed_to for each in fleet.last_members()) == [False, True, True]
+        assert sum(rollout.receiver.held_image is not None for rollout in fleet.rollouts) == 1
+        assert {rollout.pulls for rollout in fleet.rollouts} == {0}

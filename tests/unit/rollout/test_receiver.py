@@ -123,7 +123,7 @@ class World:
             self.deaths.append,
         )
 
-    async def locate(self, url: str, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
+    async def locate(self, url: str | None, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
         return self.located
 
     def tell(self) -> None:
@@ -760,7 +760,7 @@ async def test_the_next_versions_image_is_never_served_as_the_one_before(tmp_pat
     async with a_world(tmp_path) as world:
         looking, may_find = asyncio.Event(), asyncio.Event()
 
-        async def slowly(url: str, checksum: str | None, peers: Sequence[str]) -> None:
+        async def slowly(url: str | None, checksum: str | None, peers: Sequence[str]) -> None:
             looking.set()
             await may_find.wait()
 

@@ -35,6 +35,7 @@ def test_a_union_holds_what_either_holds_and_changes_neither(first: list[int], s
     one, other = IntervalSet(first), IntervalSet(second)
 
     assert list(one.union(other)) == sorted({*first, *second})
+    assert one.union(one.union(other)) == one.union(other).union(one) == other.union(one)
     assert (list(one), list(other)) == (sorted(set(first)), sorted(set(second)))
 
 
@@ -56,3 +57,21 @@ def test_dense_ids_are_one_interval() -> None:
 def test_an_interval_that_ends_before_it_starts_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[3, 2\]"):
         IntervalSet.from_list([[3, 2]])
+
+
+@given(st.lists(small), small)
+def test_a_copy_is_a_set_of_its_own(values: list[int], value: int) -> None:
+    made = IntervalSet(values)
+    copied = made.copy()
+    copied.add(value)
+
+    assert (list(made), list(copied)) == (sorted(set(values)), sorted({*values, value}))
+
+
+@given(st.lists(small), st.lists(small))
+def test_a_set_that_grew_at_its_end_is_the_union_with_what_it_was(first: list[int], second: list[int]) -> None:
+    was = IntervalSet(first)
+    grew = was.copy()
+    grew.add_many(max(first, default=0) + each for each in second)
+
+    assert was.union(grew) == grew.union(was) == grew

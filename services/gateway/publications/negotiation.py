@@ -87,9 +87,9 @@ def members_of(
         rank = None if transport is Transport.SHARED_MEMORY or service_id in beside.relayed else next_rank
         num_ranks = engine_ranks if transport is Transport.ENGINE else 1
         next_rank += num_ranks if rank is not None else 0
+        member = Member(service_id=service_id, rank=rank, num_ranks=num_ranks, transport=transport)
         memory = beside.memories.get(service_id)
-        facts = {"service_id": service_id, "rank": rank, "num_ranks": num_ranks}
-        members.append(Member(**facts, transport=transport, shared_memory=memory))
+        members.append(member if memory is None else member.model_copy(update={"shared_memory": memory}))
     return tuple(members)
 
 

@@ -60,9 +60,9 @@ KINDS = ("qwen2_5_vl", "qwen3_vl")
 
 
 def save_vision_model(
-    directory: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, hidden: int = 32, **text: Any
+    directory: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, hidden: int = 32, patch: int = PATCH, **text: Any
 ) -> Path:
-    """Write a random model of 2 layers over a tower of 2."""
+    """Write a random model of 2 layers over a tower of 2; ``patch`` is the side of a patch in pixels."""
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": len(SPECIAL) + len(WORDS),
@@ -84,7 +84,7 @@ def save_vision_model(
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,
-        "patch_size": PATCH,
+        "patch_size": patch,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "out_hidden_size": hidden,
@@ -115,7 +115,7 @@ def save_vision_model(
             sizes |= {"shared_expert_intermediate_size": 16}
             model = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=sizes, vision_config=tower, **ids))
     elif kind == "qwen2_5_vl":
-        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        tower |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=sizes, vision_config=tower, **ids))
     else:
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
@@ -131,11 +131,11 @@ def save_vision_model(
     wrapped.save_pretrained(directory)
     described = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": PATCH,
+        "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "min_pixels": 64,
-        "max_pixels": 4096,
+        "min_pixels": 4 * patch**2,
+        "max_pixels": 256 * patch**2,
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(described))
     return directory

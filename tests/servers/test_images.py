@@ -45,9 +45,11 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 DIALECTS: dict[str, Any] = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(raw=False)}
 CLOSE = 1e-4
-FIRST, OTHER = a_picture(seed=3, size=(24, 24)), a_picture(seed=4, size=(24, 24))
+PATCH = 14
+"""SGLang takes pixels of Qwen2.5-VL's patches of another side for embeddings."""
+FIRST, OTHER = a_picture(seed=3, size=(84, 84)), a_picture(seed=4, size=(84, 84))
 """Of one size, so that prompts with them have the same ids."""
-IMAGES = ImagesConfig(max_pixels=1024)
+IMAGES = ImagesConfig(max_pixels=64 * PATCH**2)
 """The largest picture here is reduced by this bound, and not by the processor's own."""
 
 
@@ -67,7 +69,7 @@ def server(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The narrowest heads that vLLM's kernels for CPUs have are of 32.
-    return save_vision_model(tmp_path_factory.mktemp("model"), request.param, hidden=128)
+    return save_vision_model(tmp_path_factory.mktemp("model"), request.param, hidden=128, patch=PATCH)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +163,10 @@ def farthest(ours: Sequence[npt.NDArray[np.float32]], completions: Sequence[Comp
 
 PROMPTS = {
     "one": (FIRST,),
-    "two": (a_picture(seed=1, size=(40, 24)), a_picture(seed=2, size=(16, 48))),
+    "two": (a_picture(seed=1, size=(140, 84)), a_picture(seed=2, size=(56, 168))),
     "one twice": (FIRST, FIRST),
-    "reduced": (a_picture(seed=5, size=(60, 44)),),
-    "of another format": (a_picture(seed=6, size=(20, 32), form="GIF"),),
+    "reduced": (a_picture(seed=5, size=(210, 154)),),
+    "of another format": (a_picture(seed=6, size=(70, 112), form="GIF"),),
 }
 
 
@@ -278,7 +280,7 @@ async def test_an_image_that_the_prompt_was_not_written_with_is_refused(engine: 
 def test_a_fleet_with_such_servers_learns_to_see(server: str, kind: str, tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(rows(200, 0)), tmp_path / "train.parquet")
     parquet.write_table(pa.Table.from_pylist(rows(32, 1)), tmp_path / "held.parquet")
-    save_vision_model(tmp_path / "model", kind, hidden=128)
+    save_vision_model(tmp_path / "model", kind, hidden=128, patch=PATCH)
     spec = SPEC.replace("{kind: torch, slots: 128, ", f"{{kind: {server}, slots: 128, ").replace(
         "steps: 60", "steps: 30"
     )

@@ -139,11 +139,15 @@ def _images_at_servers(engine: EngineConfig, asynchrony: AsynchronyConfig) -> It
         f"asynchrony.publication.lora adapters and rollout.engine.kind {engine.kind}, which adds none to the tower",
         "publish merged",
     )
-    yield (
-        isinstance(engine, SglangEngineConfig),
-        "rollout.engine.kind sglang",
-        "use torch or vllm",
-    )
+    if isinstance(engine, SglangEngineConfig):
+        yield (
+            engine.url is not None,
+            "rollout.engine.url of kind sglang, a server that may keep what a tower made of images before its weights "
+            "were replaced",
+            "let the rollout start it",
+        )
+        way = engine.update_weights_from
+        yield way != "disk", f"rollout.engine.update_weights_from {way}", "use disk"
 
 
 def check_router_replay(

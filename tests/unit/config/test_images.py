@@ -29,7 +29,7 @@ def test_images_need_no_more_than_their_section() -> None:
     assert (spec.data.images.column, spec.model.vision_tower) == ("images", "frozen")
 
 
-@pytest.mark.parametrize("kind", ["torch", "vllm"])
+@pytest.mark.parametrize("kind", ["torch", "sglang", "vllm"])
 def test_every_engine_goes_with_images(kind: str) -> None:
     assert a_spec(rollout={"engine": {"kind": kind}}).rollout.engine.kind == kind
 
@@ -60,7 +60,18 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
             },
             "lora adapters and rollout.engine.kind vllm",
         ),
-        ({"rollout": {"engine": {"kind": "sglang"}}}, "rollout.engine.kind sglang"),
+        (
+            {"rollout": {"engine": {"kind": "sglang", "update_weights_from": "distributed"}}},
+            "update_weights_from distributed",
+        ),
+        (
+            {"rollout": {"engine": {"kind": "sglang", "update_weights_from": "tensor"}}},
+            "update_weights_from tensor",
+        ),
+        (
+            {"rollout": {"engine": {"kind": "sglang", "url": "http://127.0.0.1:30000"}}},
+            "rollout.engine.url of kind sglang",
+        ),
         (
             {"rollout": {"engine": {"kind": "vllm", "options": {"limit-mm-per-prompt": "{}"}}}},
             "it is set by data.images",

@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 
 from flotilla.shared.children.processes import collecting_later
 
@@ -15,10 +16,10 @@ with collecting_later():
     from pydantic import SecretStr, ValidationError
 
     from flotilla.services.sandbox.app import create_app
-    from flotilla.services.sandbox.settings import SandboxSettings
+    from flotilla.services.sandbox.settings import KEY, SandboxSettings
     from flotilla.services.sandbox.spare_time import SpareTime
     from flotilla.services.sandbox.state import SandboxState, open_state
-    from flotilla.shared.environment.settings import ServiceSettings
+    from flotilla.shared.environment.settings import ServiceSettings, secret_from
     from flotilla.shared.errors import InvalidRequest
     from flotilla.shared.net.authorisation.tokens import Credentials
     from flotilla.shared.net.client.client import GatewayClient
@@ -35,7 +36,16 @@ VARIABLES = {
     "sessions": "FLOTILLA_SANDBOX_SESSIONS",
     "python": "FLOTILLA_SANDBOX_PYTHON",
     "busy_part": "FLOTILLA_SANDBOX_BUSY_PART",
+    "provider": "FLOTILLA_SANDBOX_PROVIDER",
+    "url": "FLOTILLA_SANDBOX_URL",
+    "namespace": "FLOTILLA_SANDBOX_NAMESPACE",
+    "image": "FLOTILLA_SANDBOX_IMAGE",
+    "warm": "FLOTILLA_SANDBOX_WARM",
+    "box_network": "FLOTILLA_SANDBOX_BOX_NETWORK",
+    "box_start_seconds": "FLOTILLA_SANDBOX_BOX_START_SECONDS",
+    "runtime": "FLOTILLA_SANDBOX_RUNTIME",
 }
+IMAGES = "FLOTILLA_SANDBOX_IMAGES"
 
 
 class Waiting:
@@ -75,20 +85,31 @@ def sandbox_settings(token: str, environment: Mapping[str, str]) -> SandboxSetti
     """Read ``FLOTILLA_SANDBOX_*`` and ``FLOTILLA_UNSAFE_SANDBOX``.
 
     Raises:
-        InvalidRequest: a value is not allowed; the detail names the variable.
+        InvalidRequest: a value is not allowed, or a file cannot be read; the detail names the variable.
     """
-    values = {name: environment[variable] for name, variable in VARIABLES.items() if environment.get(variable)}
+    values: dict[str, object] = {
+        name: environment[variable] for name, variable in VARIABLES.items() if environment.get(variable)
+    }
+    if key := secret_from(environment, KEY):
+        values["key"] = SecretStr(key)
+    if patterns := [each.strip() for each in environment.get(IMAGES, "").split(",") if each.strip()]:
+        values["images"] = patterns
     is_unsafe = environment.get("FLOTILLA_UNSAFE_SANDBOX", "").lower() in TRUE
     try:
         return SandboxSettings.model_validate({**values, "token": SecretStr(token), "unsafe_sandbox": is_unsafe})
     except ValidationError as error:
         item = error.errors()[0]
-        name = VARIABLES.get(str(item["loc"][0]), "FLOTILLA_TOKEN")
+        name = (VARIABLES | {"key": KEY, "images": IMAGES}).get(str(item["loc"][0]), "FLOTILLA_TOKEN")
         raise InvalidRequest(f"{name}: {item['msg']}") from None
 
 
-def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
-    """Make the app of a sandbox that registers with the fleet."""
+def create_member_app(given: Mapping[str, str], settings: ServiceSettings, address: str) -> FastAPI:
+    """Make the app of a sandbox that registers with the fleet.
+
+    Args:
+        given: the environment of its start, with what is forgotten since.
+        settings, address: of the service.
+    """
 
     credentials = Credentials(settings.token)
 
@@ -97,13 +118,13 @@ def create_member_app(settings: ServiceSettings, address: str) -> FastAPI:
         async with open_state(sandbox) as state, _member(settings, address, credentials, state):
             yield state
 
-    return create_app(sandbox_settings(settings.token, os.environ), open_and_register, credentials)
+    return create_app(sandbox_settings(settings.token, given), open_and_register, credentials)
 
 
 def main() -> int:
     """Serve; a refusal is one sentence and exit code 2."""
     # It runs programs that nobody trusts: what it does not know cannot be taken from it.
-    return run_service("sandbox", create_member_app, needs_redis=False)
+    return run_service("sandbox", partial(create_member_app, dict(os.environ)), needs_redis=False)
 
 
 @contextlib.asynccontextmanager

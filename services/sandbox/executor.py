@@ -16,8 +16,18 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
-from flotilla.services.sandbox.conversation import GUARD_KILLED, Conversation, answer_bytes, blame_memory
+from prometheus_client.core import Metric
+
+from flotilla.services.sandbox.conversation import (
+    GUARD_KILLED,
+    Conversation,
+    ShellConversation,
+    Talk,
+    answer_bytes,
+    blame_memory,
+)
 from flotilla.services.sandbox.fork_servers import ForkServer, Groups, SandboxFailed
 from flotilla.services.sandbox.guard.job import OVER_LIMIT, Job, JobResult, Phase, PhaseResult
 from flotilla.services.sandbox.isolation import Isolation, Slot
@@ -27,9 +37,12 @@ from flotilla.services.sandbox.trees import remove_if_small, remove_tree
 from flotilla.shared.children.restarts import Restarts
 from flotilla.shared.concurrency.cancelling import to_the_end, until_done
 from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.sandbox import IsolationLevel, SessionRequest
 
 log = logging.getLogger(__name__)
 
+LOCAL: Final = "local"
+"""The provider that this machine is."""
 END_SECONDS = 35.0
 """Beyond the time of the phases: for the guard to make the place, to end the program and to answer."""
 
@@ -104,6 +117,10 @@ class Program:
     fetch: tuple[str, ...]
     limits: Limits
     caller: str = ""
+    image: str | None = None
+    """What a provider's box is made of; None: what the service has set."""
+    session: SessionRequest | None = None
+    """Of a program that is the interpreter of a session."""
 
 
 class Executor:
@@ -126,6 +143,24 @@ class Executor:
         """How often something was left behind in a slot."""
         self.num_servers_lost = 0
         """How often a fork server ended by itself."""
+
+    @property
+    def level(self) -> IsolationLevel | None:
+        """How well programs are shut in."""
+        return self.isolation.level
+
+    @property
+    def provider(self) -> str:
+        """Where programs run: on this machine."""
+        return LOCAL
+
+    def directory(self, slot: Slot) -> str:
+        """Where programs of a slot work, as they see it."""
+        return self.isolation.work_directory(slot)
+
+    def families(self) -> Iterable[Metric]:
+        """Make further metrics: the service counts all that there is to count here."""
+        return ()
 
     async def run(self, slot: Slot, program: Program) -> JobResult:
         """Run a program in a slot that nobody else uses. What is left of it is removed before the slot is renewed.
@@ -176,7 +211,7 @@ class Executor:
             await asyncio.wait([attempt])
 
     @asynccontextmanager
-    async def session(self, slot: Slot, program: Program) -> AsyncIterator[Conversation]:
+    async def session(self, slot: Slot, program: Program) -> AsyncIterator[Talk]:
         """Start an interpreter in a slot that nobody else uses, and end it and all that it started at the end.
 
         Args:
@@ -188,7 +223,8 @@ class Executor:
         """
         try:
             async with self._directory(slot), self._interpreter(slot, program) as conversation:
-                yield conversation
+                is_shell = program.session is not None and program.session.language == "shell"
+                yield ShellConversation(conversation) if is_shell else conversation
         except (OSError, TimeoutError) as error:
             raise SandboxFailed(f"{type(error).__name__}: {error}") from error
 

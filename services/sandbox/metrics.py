@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from flotilla.shared.schemas.sandbox import IsolationLevel, RunStatus
+from flotilla.shared.schemas.sandbox import RunStatus
 from flotilla.shared.telemetry.prometheus import gauge
 
 
@@ -49,7 +49,7 @@ class SandboxMetrics:
 
     def families(
         self,
-        level: IsolationLevel,
+        level: str,
         *,
         num_running: int,
         num_waiting: int,
@@ -98,6 +98,6 @@ class SandboxMetrics:
             family = gauge(name, meaning)
             family.add_metric((), value)
             yield family
-        isolation = gauge("sandbox_isolation", "1 for the isolation that programs run under", "level")
-        isolation.add_metric((level.value,), 1)
+        isolation = gauge("sandbox_isolation", "1 for the isolation, or the provider, that programs run under", "level")
+        isolation.add_metric((level,), 1)
         yield isolation

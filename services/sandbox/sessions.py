@@ -11,14 +11,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flotilla.services.sandbox.conversation import Conversation
-from flotilla.services.sandbox.executor import Executor, Program
+from flotilla.services.sandbox.conversation import Talk
+from flotilla.services.sandbox.executor import Program
 from flotilla.services.sandbox.fork_servers import SandboxFailed
 from flotilla.services.sandbox.guard.job import Cell, CellResult, Phase
 from flotilla.services.sandbox.languages import python_command
 from flotilla.services.sandbox.limits import MEBIBYTE
 from flotilla.services.sandbox.metrics import SandboxMetrics
 from flotilla.services.sandbox.pool import SlotPool
+from flotilla.services.sandbox.running import Runner
 from flotilla.services.sandbox.settings import SandboxSettings
 from flotilla.shared.errors import Conflict, FlotillaError, NotFound, Unavailable
 from flotilla.shared.net.authorisation.tokens import digest_of, is_same_secret, new_token
@@ -91,7 +92,7 @@ class Session:
         self.called.set()
         return await self.call.answer
 
-    async def serve(self, conversation: Conversation, now: Callable[[], float]) -> _End:
+    async def serve(self, conversation: Talk, now: Callable[[], float]) -> _End:
         """Run cells as they come until the session is to end; returns why."""
         dies_at = now() + self.request.lifetime_seconds
         while True:
@@ -128,7 +129,7 @@ class Sessions:
     """All sessions of a service.
 
     Args:
-        executor: starts interpreters.
+        runner: starts interpreters.
         pool: slots for sessions alone.
         settings: limits of one.
         python: the interpreter.
@@ -136,9 +137,9 @@ class Sessions:
     """
 
     def __init__(
-        self, executor: Executor, pool: SlotPool, settings: SandboxSettings, python: str, metrics: SandboxMetrics
+        self, runner: Runner, pool: SlotPool, settings: SandboxSettings, python: str, metrics: SandboxMetrics
     ) -> None:
-        self._executor = executor
+        self._runner = runner
         self._pool = pool
         self._settings = settings
         self._python = python
@@ -208,7 +209,7 @@ class Sessions:
         end = _End("failed", "the sandbox failed")
         try:
             program = self._program(session, files)
-            async with self._pool.taken(session.caller) as slot, self._executor.session(slot, program) as talk:
+            async with self._pool.taken(session.caller) as slot, self._runner.session(slot, program) as talk:
                 if not up.done():
                     up.set_result(None)
                 end = await session.serve(talk, asyncio.get_running_loop().time)
@@ -241,4 +242,5 @@ class Sessions:
         if session.request.memory_limit_MB > 0:
             limits = limits.with_memory(session.request.memory_limit_MB * MEBIBYTE)
         phase = Phase("run", tuple(python_command(self._python)), session.request.cpu_seconds)
-        return Program(files, (phase,), (), limits, session.caller)
+        request = session.request
+        return Program(files, (phase,), (), limits, session.caller, request.image, request)

@@ -1,10 +1,15 @@
 """What the sandbox service is told at its start."""
 
+from typing import Final, Literal
+
 from pydantic import Field, SecretStr
 
 from flotilla.services.sandbox.limits import MEBIBYTE, Limits
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.schemas.sandbox import IsolationLevel
+
+KEY: Final = "FLOTILLA_SANDBOX_KEY"
+"""The variable of a provider's key."""
 
 
 class SandboxSettings(Config):
@@ -44,3 +49,23 @@ class SandboxSettings(Config):
     """Interpreter for Python programs. Null: the system's ``python3``, else the service's own."""
     readable_paths: tuple[str, ...] = ()
     """Further paths that programs may read, such as an environment with packages for them."""
+    provider: Literal["local", "docker", "e2b", "daytona"] = "local"
+    """Where programs run: in this machine's own isolation, or each in a box of a provider."""
+    url: str | None = Field(None, pattern=r"^(unix|tcp|http|https)://")
+    """The provider's API. Null: docker's socket, the hosted service, or the cluster that this is in."""
+    key: SecretStr | None = None
+    """Of the provider's account. Docker has none; null for Kubernetes: the token of this pod's service account."""
+    image: str = Field("python:3.12-slim", min_length=1, max_length=500)
+    """What boxes are made of for calls that name no image; E2B: a template, Daytona: an image or ``snapshot:NAME``."""
+    images: tuple[str, ...] = ()
+    """Patterns of images that a call may name beside that one, such as ``swebench/*``; ``*`` allows all."""
+    warm: int = Field(1, ge=0, le=256)
+    """How many boxes are kept ready; they cost as others do."""
+    box_network: bool = False
+    """Let boxes reach the network: what runs in them may then send what it reads anywhere."""
+    box_start_seconds: float = Field(120.0, gt=0, le=3600)
+    """Longest wait for a box. One that comes later, for an image that is pulled first, is there for the next call."""
+    runtime: str | None = None
+    """Of containers: docker's runtime, or the RuntimeClass of pods, such as one with a kernel of its own."""
+    namespace: str = Field("default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """Of pods."""

@@ -1,33 +1,23 @@
 """All that the service opens at its start."""
 
-import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from flotilla.services.sandbox.executor import Executor
-from flotilla.services.sandbox.guard import landlock
-from flotilla.services.sandbox.install import compile_guard, install_guard, try_level
-from flotilla.services.sandbox.isolation import Place, Slot, candidates, way_to_a, ways_out
-from flotilla.services.sandbox.languages import Language, find_languages, find_python
-from flotilla.services.sandbox.limits import Limits
+from flotilla.services.sandbox.boxes.opening import open_boxes
+from flotilla.services.sandbox.executor import LOCAL, Executor
+from flotilla.services.sandbox.languages import Language
+from flotilla.services.sandbox.local import open_here
 from flotilla.services.sandbox.metrics import SandboxMetrics
 from flotilla.services.sandbox.pool import SlotPool
-from flotilla.services.sandbox.processors import ProcessorGroups
+from flotilla.services.sandbox.running import Runner
 from flotilla.services.sandbox.sessions import Sessions
 from flotilla.services.sandbox.settings import SandboxSettings
-from flotilla.services.sandbox.slots import own_uids
 from flotilla.services.sandbox.spare_time import SpareTime, read_busy_seconds
-from flotilla.services.sandbox.trees import own_directory, sweep_groups
-from flotilla.shared.errors import Unavailable
-from flotilla.shared.host.control_groups import find_mounts
 from flotilla.shared.schemas.sandbox import IsolationLevel
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,7 +25,7 @@ class SandboxState:
     """What the routes need.
 
     Attributes:
-        executor: runs a program; knows the isolation.
+        runner: runs a program; knows how it is shut in.
         pool: whose turn it is.
         sessions: interpreters that are kept, in slots of their own.
         languages: what can be run, by name.
@@ -44,7 +34,7 @@ class SandboxState:
     """
 
     settings: SandboxSettings
-    executor: Executor
+    runner: Runner
     pool: SlotPool
     sessions: Sessions
     languages: dict[str, Language]
@@ -52,120 +42,52 @@ class SandboxState:
     metrics: SandboxMetrics
     spare: SpareTime
 
+    @property
+    def executor(self) -> Executor:
+        """What runs programs on this machine; a service with a provider has none."""
+        assert isinstance(self.runner, Executor)
+        return self.runner
+
 
 @asynccontextmanager
 async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
-    """Install the guard, take uids, and choose the best isolation that passes its self-test.
+    """Open what runs programs, and the turns of those who want to.
 
     Raises:
-        Unavailable: no allowed level works here; the detail says why for each.
-        InvalidRequest: the configured interpreter cannot be used.
+        Unavailable: no allowed level of isolation works here; the detail says why for each.
+        InvalidRequest: the configured interpreter cannot be used, or the provider has no key.
+        ProviderFailed: the provider refuses its key.
     """
-    python = find_python(settings.python)
     num_programs = settings.concurrency + settings.spare
     num_sessions = settings.sessions + settings.spare if settings.sessions else 0
-    with (
-        own_directory() as root,
-        own_uids(num_programs + num_sessions, settings.uid_base) as uids,
-    ):
-        slots = _furnish(root, uids)
-        mounts = find_mounts()
-        sweep_groups(mounts)
-        spare = SpareTime(
-            os.cpu_count() or 1,
-            least=settings.busy_part,
-            now=time.monotonic,
-            busy=read_busy_seconds,
-            own=time.process_time,
-        )
-        processors = ProcessorGroups.find(
-            mounts, shares=settings.processor_shares, processors=settings.processors, spare=spare
-        )
-        place = Place(python, str(root / "code"), _readable(python, settings.readable_paths))
-        await compile_guard(place)
-        executor, unavailable = await _choose(settings, place, slots[0], root / "marker", processors)
+    num_slots = num_programs + num_sessions
+    spare = SpareTime(
+        os.cpu_count() or 1,
+        least=settings.busy_part,
+        now=time.monotonic,
+        busy=read_busy_seconds,
+        own=time.process_time,
+    )
+    is_local = settings.provider == LOCAL
+    async with open_here(settings, num_slots, spare) if is_local else open_boxes(settings, num_slots) as opened:
         make_pool = partial(
             SlotPool,
             spare=settings.spare,
             max_queued=settings.max_queued,
             queue_seconds=settings.queue_seconds,
-            renewed=executor.renewed,
+            renewed=opened.runner.renewed,
         )
         # A session holds its slot also while it runs nothing.
-        pool, session_pool = make_pool(slots[:num_programs], has_one=spare.is_bounded), make_pool(slots[num_programs:])
+        pool = make_pool(opened.slots[:num_programs], has_one=spare.is_bounded)
+        session_pool = make_pool(opened.slots[num_programs:])
         metrics = SandboxMetrics()
-        sessions = Sessions(executor, session_pool, settings, python, metrics)
-        _tell(executor.isolation.level, unavailable)
+        sessions = Sessions(opened.runner, session_pool, settings, opened.python, metrics)
         try:
-            languages = find_languages(python)
-            yield SandboxState(settings, executor, pool, sessions, languages, unavailable, metrics, spare)
+            yield SandboxState(
+                settings, opened.runner, pool, sessions, opened.languages, opened.unavailable, metrics, spare
+            )
         finally:
-            executor.wind_down()
+            opened.runner.wind_down()
             await sessions.close()
             for part in (pool, session_pool):
                 await part.close()
-            await executor.close()
-
-
-def _tell(level: IsolationLevel, unavailable: Mapping[IsolationLevel, str]) -> None:
-    facts = {"isolation": level.value, "unavailable": {name.value: reason for name, reason in unavailable.items()}}
-    if IsolationLevel.A in unavailable:
-        log.warning(
-            "isolation chosen, below the best", extra=facts | {"advice": way_to_a(unavailable[IsolationLevel.A])}
-        )
-    else:
-        log.info("isolation chosen", extra=facts)
-
-
-def _furnish(root: Path, uids: Sequence[int | None]) -> list[Slot]:
-    """Make the service's directory: the guard's code, a directory per slot, and the self-test's marker."""
-    root.chmod(0o711)  # programs under other uids pass through it
-    install_guard(root / "code")
-    marker = root / "marker"
-    marker.write_text("outside")
-    marker.chmod(0o644)
-    slots = [Slot(number, uid, root / f"slot-{number}") for number, uid in enumerate(uids)]
-    for slot in slots:
-        slot.directory.mkdir()
-        slot.directory.chmod(0o711)
-    return slots
-
-
-def _readable(python: str, configured: tuple[str, ...]) -> tuple[str, ...]:
-    """List what programs may read outside /usr: what is configured, and the interpreter's own files."""
-    prefix = Path(python).resolve().parents[1]
-    own = () if prefix.is_relative_to("/usr") else (str(prefix),)
-    return (*own, *configured)
-
-
-async def _choose(
-    settings: SandboxSettings, place: Place, slot: Slot, marker: Path, processors: ProcessorGroups | None
-) -> tuple[Executor, dict[IsolationLevel, str]]:
-    wanted = candidates(settings.level, allows_unsafe=settings.unsafe_sandbox)
-    executor, reasons = await _first_that_works(wanted, place, settings.limits, slot, marker, processors)
-    if executor is not None:
-        return executor, reasons
-    others = [level for level in candidates(None, allows_unsafe=settings.unsafe_sandbox) if level not in wanted]
-    other, _ = await _first_that_works(others, place, settings.limits, slot, marker, processors)
-    works = other.isolation.level if other is not None else None
-    ways = ways_out(uid=os.getuid(), landlock_version=landlock.version(), works=works)
-    what = f"isolation level {settings.level.value} does not work" if settings.level else "no isolation works"
-    why = "; ".join(f"{level.value}: {reason}" for level, reason in reasons.items())
-    raise Unavailable(f"{what} here as uid {os.getuid()}: {', or '.join(ways)} ({why})")
-
-
-async def _first_that_works(
-    levels: Sequence[IsolationLevel],
-    place: Place,
-    limits: Limits,
-    slot: Slot,
-    marker: Path,
-    processors: ProcessorGroups | None,
-) -> tuple[Executor | None, dict[IsolationLevel, str]]:
-    reasons: dict[IsolationLevel, str] = {}
-    for level in levels:
-        try:
-            return await try_level(level, place, limits, slot, marker, processors), reasons
-        except Unavailable as error:
-            reasons[level] = error.detail
-    return None, reasons

@@ -27,8 +27,14 @@ import psutil
 
 from flotilla.shared.children import keeper
 
-VALUES = ("FLOTILLA_TOKEN", "FLOTILLA_SERVICE_TOKEN", "FLOTILLA_REDIS_URL", "FLOTILLA_DATABASE_URL")
-"""The last two hold passwords."""
+VALUES = (
+    "FLOTILLA_TOKEN",
+    "FLOTILLA_SERVICE_TOKEN",
+    "FLOTILLA_REDIS_URL",
+    "FLOTILLA_DATABASE_URL",
+    "FLOTILLA_SANDBOX_KEY",
+)
+"""URLs hold passwords, and a sandbox's key is that of an account elsewhere."""
 SECRETS = (*VALUES, *(f"{name}_FILE" for name in VALUES))
 """Also where the files are that hold them."""
 STAT = Path("/proc/self/stat")

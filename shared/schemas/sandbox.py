@@ -94,24 +94,28 @@ class RunCodeRequest(Described):
     """Files to put beside the program, base64, by relative path; one with a null content is left out."""
     fetch_files: tuple[RelativePath, ...] = ()
     """Files to return; one that does not exist is left out of the answer."""
+    image: str | None = Field(None, min_length=1, max_length=500)
+    """What the program's box is made of, where the sandbox has a provider; null: what the sandbox has set."""
     args: tuple[str, ...] = Field((), max_length=0)
     """Present for clients that send it; must be empty."""
 
 
 class SessionRequest(Described):
-    """An interpreter that is kept: what its cells define is there for the next ones."""
+    """An interpreter that is kept: what its cells define or write is there for the next ones, whoever sends them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    language: Literal["python"] = "python"
-    """Only Python has sessions."""
+    language: Literal["python", "shell"] = "python"
+    """What cells are: Python of one interpreter, or commands, each of a shell of its own (bash, else sh)."""
+    image: str | None = Field(None, min_length=1, max_length=500)
+    """What the session's box is made of, where the sandbox has a provider; null: what the sandbox has set."""
     files: dict[RelativePath, Base64] = Field(default_factory=dict)
     """Files to put into its working directory, base64, by relative path."""
     memory_limit_MB: int = Field(-1, ge=-1)  # noqa: N815  as of a program
     """Megabytes for all its processes; -1, and anything above it, is the service's own limit."""
     cpu_seconds: float = Field(300.0, gt=0, le=3600)
     """Processor time of all cells together."""
-    idle_seconds: float = Field(300.0, gt=0, le=3600)
+    idle_seconds: float = Field(300.0, gt=0, le=86400)
     """It ends when no cell was sent for so long."""
     lifetime_seconds: float = Field(3600.0, gt=0, le=86400)
     """It ends so long after its start, when the cell that runs then has ended."""
@@ -123,8 +127,8 @@ class SessionView(BaseModel):
     id: str
     token: str
     """The header ``Session-Token`` of every call of this session."""
-    isolation: IsolationLevel
-    """Under which level it runs."""
+    isolation: IsolationLevel | None
+    """Under which level it runs; null: in a provider's box."""
     cpu_seconds: float
     idle_seconds: float
     lifetime_seconds: float
@@ -139,6 +143,8 @@ class CellRequest(Described):
     """Source text. The value of its last expression is printed, as by an interactive interpreter."""
     run_timeout: float = Field(10.0, gt=0, le=MAX_TIMEOUT_SECONDS)
     """Seconds. A cell that takes longer is interrupted; one that goes on after that costs the session."""
+    files: dict[RelativePath, Base64] = Field(default_factory=dict)
+    """Files to put into its working directory first, base64, by relative path: such as tests of what was made."""
     fetch_files: tuple[RelativePath, ...] = ()
     """Files to return; one that does not exist is left out of the answer."""
 
@@ -170,7 +176,7 @@ class RunCodeResponse(BaseModel):
     files: dict[str, str] = Field(default_factory=dict)
     """The fetched files, base64."""
     isolation: IsolationLevel | None = None
-    """Under which level the program ran. Null only from a server that is not ours."""
+    """Under which level the program ran; null: in a provider's box, or by a server that is not ours."""
 
 
 class CellResponse(BaseModel):
@@ -183,7 +189,7 @@ class CellResponse(BaseModel):
     """Its return code is 1 after an exception. Null if the sandbox failed."""
     files: dict[str, str] = Field(default_factory=dict)
     """The fetched files, base64."""
-    isolation: IsolationLevel
+    isolation: IsolationLevel | None
     is_alive: bool
     """Whether the session goes on; if not, what it knew is lost."""
 
@@ -192,8 +198,10 @@ class SandboxHealth(BaseModel):
     """The answer of ``GET /healthz``."""
 
     status: Literal["ok"] = "ok"
-    isolation: IsolationLevel
-    """The level that programs run under."""
+    isolation: IsolationLevel | None
+    """The level that programs run under; null: a provider isolates them."""
+    provider: str = "local"
+    """Where programs run: on this machine, or at a provider."""
     unavailable: dict[IsolationLevel, str]
     """Why each better level is not used."""
     languages: dict[str, str]

@@ -115,7 +115,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/rollout/engines/opening.py": 16,
         "services/rollout/episodes_of.py": 18,
         "services/rollout/state.py": 20,
-        "services/sandbox/state.py": 17,
         "services/trainer/checkpoint/manager.py": 21,
         "services/trainer/learning/learner.py": 22,
         "services/trainer/models/critic.py": 20,

@@ -230,15 +230,17 @@ class Cell:
 
     Attributes:
         fetch: files to return, as of ``Job``.
+        files: to be put there before, base64, by path; the service's, which the guard is not told.
     """
 
     code: str
     timeout_seconds: float
     fetch: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of it."""
-        return asdict(self)
+        return {"code": self.code, "timeout_seconds": self.timeout_seconds, "fetch": self.fetch}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> "Cell":

@@ -1,5 +1,6 @@
 """Whether the service lives, works, and how well it isolates."""
 
+from itertools import chain
 from typing import Literal
 
 from fastapi import APIRouter, Response
@@ -43,7 +44,8 @@ class Ready(BaseModel):
 async def healthz(sandbox: Sandbox) -> SandboxHealth:
     """Tell the isolation that programs run under, why none better is used, and what can be run."""
     return SandboxHealth(
-        isolation=sandbox.executor.isolation.level,
+        isolation=sandbox.runner.level,
+        provider=sandbox.runner.provider,
         unavailable=sandbox.unavailable,
         languages={name: language.tool for name, language in sandbox.languages.items()},
         concurrency=sandbox.settings.concurrency,
@@ -71,7 +73,7 @@ async def readyz(sandbox: Sandbox) -> Ready:
 
 
 def _slots(sandbox: SandboxState, pool: SlotPool) -> Slots:
-    backing_off = sandbox.executor.num_backing_off(pool.usable)
+    backing_off = sandbox.runner.num_backing_off(pool.usable)
     return Slots(total=len(pool.slots), out_of_use=pool.num_out_of_use, backing_off=backing_off)
 
 
@@ -79,14 +81,14 @@ def _slots(sandbox: SandboxState, pool: SlotPool) -> Slots:
 async def metrics(sandbox: Sandbox) -> Response:
     """Return the counters in Prometheus' text format."""
     families = sandbox.metrics.families(
-        sandbox.executor.isolation.level,
+        sandbox.runner.level or sandbox.runner.provider,
         num_running=sandbox.pool.num_running,
         num_waiting=sandbox.pool.num_waiting,
         num_out_of_use=sandbox.pool.num_out_of_use + sandbox.sessions.pool.num_out_of_use,
-        num_backing_off=sandbox.executor.num_backing_off((*sandbox.pool.usable, *sandbox.sessions.pool.usable)),
-        num_spoiled=sandbox.executor.num_spoiled,
-        num_servers_lost=sandbox.executor.num_servers_lost,
-        num_servers_ended=sandbox.executor.num_servers_ended,
+        num_backing_off=sandbox.runner.num_backing_off((*sandbox.pool.usable, *sandbox.sessions.pool.usable)),
+        num_spoiled=sandbox.runner.num_spoiled,
+        num_servers_lost=sandbox.runner.num_servers_lost,
+        num_servers_ended=sandbox.runner.num_servers_ended,
         num_sessions=sandbox.sessions.num_living,
     )
-    return await response_of(families)
+    return await response_of(chain(families, sandbox.runner.families()))

@@ -2,10 +2,11 @@
 
 import base64
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from fastapi import APIRouter
 
-from flotilla.services.sandbox.executor import Program
+from flotilla.services.sandbox.executor import LOCAL, Program
 from flotilla.services.sandbox.fork_servers import SandboxFailed
 from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, STARVED, TIMED_OUT, JobResult, PhaseResult
 from flotilla.services.sandbox.languages import Language, choose
@@ -30,18 +31,19 @@ async def run_code(request: RunCodeRequest, sandbox: Sandbox, caller: Caller, is
     """Run a program in isolation and return what it printed.
 
     Raises:
-        InvalidRequest: the language is not available, or the files exceed the limits.
+        InvalidRequest: the language or the image is not available, or the files exceed the limits.
         Unavailable: too many calls wait.
         DeadlineExceeded: the call waited too long for its turn.
     """
-    level = sandbox.executor.isolation.level
+    level = sandbox.runner.level
+    check_image(request.image, sandbox)
     language = choose(sandbox.languages, request.language)
     try:
         async with sandbox.pool.taken(caller, is_gone) as slot:
-            directory = sandbox.executor.isolation.work_directory(slot)
+            directory = sandbox.runner.directory(slot)
             program = make_program(request, language, directory, sandbox, caller)
             try:
-                answer = make_response(await sandbox.executor.run(slot, program), level)
+                answer = make_response(await sandbox.runner.run(slot, program), level)
             except SandboxFailed as error:
                 answer = RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=error.detail, isolation=level)
     except FlotillaError as error:
@@ -70,7 +72,30 @@ def make_program(
     check_files(files, limits)
     stdin = base64.b64encode((request.stdin or "").encode()).decode()
     phases = language.phases(directory, stdin, request.compile_timeout, request.run_timeout)
-    return Program(files, phases, request.fetch_files, limits, caller)
+    return Program(files, phases, request.fetch_files, limits, caller, request.image)
+
+
+def check_image(image: str | None, sandbox: SandboxState) -> None:
+    """Check that a call may name an image.
+
+    Raises:
+        InvalidRequest: programs run on this machine, or the operator has not allowed the image.
+    """
+    settings = sandbox.settings
+    if image is None or (image == settings.image and settings.provider != LOCAL):
+        return
+    if settings.provider == LOCAL:
+        raise InvalidRequest(
+            f"image {image!r} cannot be had: this sandbox runs programs on its own machine; images need a provider "
+            "(FLOTILLA_SANDBOX_PROVIDER)",
+            errors=[{"field": "image", "value": image[:100], "allowed": "null"}],
+        )
+    if not any(fnmatchcase(image, pattern) for pattern in settings.images):
+        allowed = ", ".join((settings.image, *settings.images))
+        raise InvalidRequest(
+            f"image {image!r} is not allowed here; allowed: {allowed} (FLOTILLA_SANDBOX_IMAGES)",
+            errors=[{"field": "image", "value": image[:100], "allowed": allowed[:500]}],
+        )
 
 
 def check_files(files: Mapping[str, str], limits: Limits) -> None:
@@ -84,7 +109,7 @@ def check_files(files: Mapping[str, str], limits: Limits) -> None:
         raise InvalidRequest(f"{len(files)} files with {num_bytes} bytes exceed the working directory's limits")
 
 
-def make_response(result: JobResult, level: IsolationLevel) -> RunCodeResponse:
+def make_response(result: JobResult, level: IsolationLevel | None) -> RunCodeResponse:
     """Make the answer of a result: Success only if every command ended by itself with exit code 0."""
     by_name = {phase.name: phase for phase in result.phases}
     last = result.phases[-1]

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Header
 from flotilla.services.sandbox.fork_servers import SandboxFailed
 from flotilla.services.sandbox.guard.job import Cell
 from flotilla.services.sandbox.routes.dependencies import Caller, Sandbox
-from flotilla.services.sandbox.routes.run_code import check_files, make_response
+from flotilla.services.sandbox.routes.run_code import check_files, check_image, make_response
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.sandbox import CellRequest, CellResponse, RunStatus, SessionRequest, SessionView
 
@@ -21,11 +21,12 @@ async def open_session(request: SessionRequest, sandbox: Sandbox, caller: Caller
     """Start an interpreter that is kept; the answer's token is the only way to use it.
 
     Raises:
-        InvalidRequest: the files exceed the limits.
+        InvalidRequest: the files exceed the limits, or the image is not allowed.
         Unavailable: as many as allowed live, and too many calls wait.
         DeadlineExceeded: none of them ended in time.
     """
     check_files(request.files, sandbox.settings.limits)
+    check_image(request.image, sandbox)
     try:
         session, token = await sandbox.sessions.open(request, dict(request.files), caller)
     except FlotillaError as error:
@@ -34,7 +35,7 @@ async def open_session(request: SessionRequest, sandbox: Sandbox, caller: Caller
     return SessionView(
         id=session.id,
         token=token,
-        isolation=sandbox.executor.isolation.level,
+        isolation=sandbox.runner.level,
         cpu_seconds=request.cpu_seconds,
         idle_seconds=request.idle_seconds,
         lifetime_seconds=request.lifetime_seconds,
@@ -47,13 +48,16 @@ async def run_cell(session_id: str, request: CellRequest, token: Token, sandbox:
 
     Raises:
         NotFound: there is no session of this id and token.
+        InvalidRequest: the files exceed the limits.
         SessionBusy: another cell of it runs.
         SessionEnded: it is over; the detail says why.
     """
     session = sandbox.sessions.find(session_id, token)
-    level = sandbox.executor.isolation.level
+    level = sandbox.runner.level
+    check_files(request.files, sandbox.settings.limits)
+    cell = Cell(request.code, request.run_timeout, request.fetch_files, request.files)
     try:
-        found = await session.run(Cell(request.code, request.run_timeout, request.fetch_files))
+        found = await session.run(cell)
     except SandboxFailed as error:
         answer = CellResponse(status=RunStatus.SANDBOX_ERROR, message=error.detail, isolation=level, is_alive=False)
     else:

@@ -1,0 +1,225 @@
+"""One piece of work in a box: files go there as one archive, a script runs commands, the results come back as another.
+
+Only ``sh``, ``tar``, ``head`` and ``timeout`` are needed of an image. The script's own outputs go to files, so that
+what a command leaves behind holds nobody up, and what it prints is cut in the box.
+"""
+
+import base64
+import io
+import json
+import secrets
+import shlex
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, OVER_LIMIT, TIMED_OUT, Phase, PhaseResult
+from flotilla.services.sandbox.guard.process import why_ended
+from flotilla.services.sandbox.limits import Limits
+from flotilla.services.sandbox.providers.base import Box, Provider
+
+BASE: Final = "/tmp/flotilla"  # noqa: S108  in a box, which is one caller's alone
+WORK: Final = "work"
+"""The directory of programs, below ``BASE``."""
+SLACK_SECONDS: Final = 30.0
+"""For unpacking, packing and the provider, beyond the time of the commands."""
+KILLED: Final = 137
+TOLD: Final = "told"
+"""A file of results, for what a command has to say beside its outputs."""
+
+SCRIPT: Final = """\
+cd "$(dirname "$0")" || exit 70
+here=$(pwd)
+mkdir -p ../work result && cd ../work || exit 70
+phase() {
+    name=$1 seconds=$2 tool=$3
+    shift 2
+    if ! command -v "$tool" >/dev/null 2>&1; then
+        echo "$name missing 0 0" >>"$here/result/meta"
+        return 1
+    fi
+    read -r began rest </proc/uptime
+    timeout -s KILL "$seconds" "$@" <"$here/$name.in" >"$here/$name.out" 2>"$here/$name.err"
+    code=$?
+    read -r ended rest </proc/uptime
+    echo "$name $code $began $ended" >>"$here/result/meta"
+    return $code
+}
+fetch() {
+    if [ -f "$2" ] && [ ! -L "$2" ] && [ "$(wc -c <"$2")" -le "$3" ]; then
+        cat "$2" >"$here/result/$1"
+    elif [ -e "$2" ]; then
+        echo "$1" >>"$here/result/left"
+    fi
+}
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done in a box.
+
+    Attributes:
+        phases: commands; each but the last must succeed for the next.
+        limits: of outputs and of files that come back.
+        files: to put into the working directory, base64, by relative path.
+        beside: files beside the script, by name.
+        fetch: files to return, by relative path.
+        name: of the script's directory, beside that of programs.
+    """
+
+    phases: Sequence[Phase]
+    limits: Limits
+    files: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    fetch: Sequence[str] = ()
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of it.
+
+    Attributes:
+        files: those fetched, base64.
+        told: the file of that name, if a command wrote one.
+    """
+
+    phases: tuple[PhaseResult, ...]
+    files: Mapping[str, str]
+    notes: tuple[str, ...]
+    told: bytes
+
+
+async def do(provider: Provider, box: Box, work: Work) -> Done:
+    """Do a piece of work in a box.
+
+    Raises:
+        ProviderFailed: nothing is known of what the commands did.
+    """
+    name = work.name
+    seconds = sum(phase.timeout_seconds for phase in work.phases) + SLACK_SECONDS
+    packed, place = f"{BASE}-{name}.tar", f"{BASE}/{name}"
+    await provider.write(box, packed, _pack(work))
+    script = (
+        f'mkdir -p {BASE} && cd {BASE} && for old in */result.tar; do rm -rf "${{old%/*}}"; done; '
+        f"tar -xf {packed} && rm -f {packed} && exec sh {place}/run.sh"
+    )
+    code = await provider.execute(box, script, seconds)
+    most = 2 * len(work.phases) * work.limits.output_bytes + work.limits.fetch_bytes + (1 << 20)
+    result = await provider.read(box, f"{place}/result.tar", most) if code == 0 else None
+    return _read(work, result, code)
+
+
+def _pack(work: Work) -> bytes:
+    name = work.name
+    lines = [SCRIPT]
+    calls = []
+    for phase in work.phases:
+        words = [phase.name, f"{phase.timeout_seconds:g}", *phase.argv]
+        calls.append("phase " + " ".join(map(shlex.quote, words)))
+    lines.append(" && ".join(calls))
+    for phase in work.phases:
+        for stream in ("out", "err"):
+            there = f'"$here/{phase.name}.{stream}"'
+            lines.append(
+                f"[ -f {there} ] && head -c {work.limits.output_bytes + 1} {there} "
+                f'>"$here/result/{phase.name}.{stream}"'
+            )
+    lines += [
+        f"fetch {number} {shlex.quote(f'./{path}')} {work.limits.fetch_bytes}" for number, path in _numbered(work)
+    ]
+    lines.append(f'[ -f "$here/{TOLD}" ] && head -c 4096 "$here/{TOLD}" >"$here/result/{TOLD}"')
+    lines.append('tar -cf "$here/result.part" -C "$here/result" . && mv "$here/result.part" "$here/result.tar"')
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        _add(archive, f"{name}/run.sh", "\n".join(lines).encode() + b"\n")
+        for phase in work.phases:
+            _add(archive, f"{name}/{phase.name}.in", base64.b64decode(phase.stdin))
+        for path, content in work.beside.items():
+            _add(archive, f"{name}/{path}", content)
+        for path, text in work.files.items():
+            _add(archive, f"{WORK}/{path}", base64.b64decode(text))
+    return packed.getvalue()
+
+
+def _numbered(work: Work) -> list[tuple[str, str]]:
+    return [(f"f{number}", path) for number, path in enumerate(work.fetch)]
+
+
+def _add(archive: tarfile.TarFile, path: str, content: bytes) -> None:
+    member = tarfile.TarInfo(path)
+    member.size, member.mode = len(content), 0o755
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _read(work: Work, result: bytes | None, code: int) -> Done:
+    """Read what came back. Without it the program has taken it away: nobody else was there.
+
+    A program's files come from its box as it left them, so none of it is believed to be well formed.
+    """
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(fileobj=io.BytesIO(result or b"")) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.isfile() else None
+                if file is not None:
+                    found[member.name.removeprefix("./")] = file.read()
+    except (tarfile.TarError, EOFError, ValueError):
+        found = {}
+    phases = _phases(work, found)
+    if not phases:
+        detail = f"what it did cannot be read: the box's script ended with {code} and left no results"
+        phases = (PhaseResult(work.phases[-1].name, OVER_LIMIT, None, 0.0, detail=detail),)
+    files, notes, left = {}, [], work.limits.fetch_bytes
+    skipped = found.get("left", b"").decode("utf-8", "replace").split()
+    for number, path in _numbered(work):
+        content = found.get(number)
+        if content is not None and len(content) <= left:
+            left -= len(content)
+            files[path] = base64.b64encode(content).decode()
+        elif content is not None or number in skipped:
+            notes.append(f"{path} was left out: it is no file, or all together exceed {work.limits.fetch_bytes} bytes")
+    return Done(phases, files, tuple(notes), found.get(TOLD, b""))
+
+
+def _phases(work: Work, found: Mapping[str, bytes]) -> tuple[PhaseResult, ...]:
+    lines = found.get("meta", b"").decode("utf-8", "replace").splitlines()
+    results = []
+    for phase, line in zip(work.phases, lines, strict=False):
+        words = line.split()
+        if len(words) != 4 or words[0] != phase.name:
+            break
+        if words[1] == "missing":
+            detail = f"the image has no {phase.argv[0]!r}"
+            results.append(PhaseResult(phase.name, NOT_STARTED, None, 0.0, detail=detail))
+            break
+        try:
+            code, seconds = int(words[1]), float(words[3]) - float(words[2])
+        except ValueError:
+            break
+        is_late = code in (124, KILLED) and seconds >= phase.timeout_seconds - 0.05
+        stdout, stderr = (_output(found.get(f"{phase.name}.{each}", b""), work.limits) for each in ("out", "err"))
+        detail = why_ended(TIMED_OUT, phase.timeout_seconds) if is_late else ""
+        if code == KILLED and not is_late:
+            detail = f"it was killed, as is what exceeds the memory of {work.limits.memory_bytes} bytes"
+        outcome = TIMED_OUT if is_late else EXITED
+        ended = -(code - 128) if 128 < code < 128 + 65 else code
+        results.append(PhaseResult(phase.name, outcome, None if is_late else ended, seconds, stdout, stderr, detail))
+    return tuple(results)
+
+
+def _output(content: bytes, limits: Limits) -> str:
+    if len(content) > limits.output_bytes:
+        content = content[: limits.output_bytes] + f"\n[output cut after {limits.output_bytes} bytes]\n".encode()
+    return base64.b64encode(content).decode()
+
+
+def told(done: Done) -> "dict[str, object]":
+    """Read what a command has to say beside its outputs; empty if that is nothing."""
+    try:
+        found = json.loads(done.told or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

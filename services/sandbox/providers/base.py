@@ -1,0 +1,198 @@
+"""What a provider does, how it fails, and whose a box is.
+
+A box is a machine of somebody else's: a container, a pod, a hosted virtual machine. Every provider labels what it makes
+with its owner and its end, and has it end by itself then: a box outlives a service that was killed by its lease alone.
+"""
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import ClassVar, Final, Protocol
+
+import psutil
+
+from flotilla.services.sandbox.fork_servers import SandboxFailed
+
+OWNER, BOX, UNTIL = "flotilla-owner", "flotilla-box", "flotilla-until"
+"""Labels of a box: who made it, its own name, and when it ends (seconds since 1970)."""
+MARK, MARKED = "flotilla", "sandbox"
+"""A label that all boxes have, by which providers find them."""
+
+
+class Cause(StrEnum):
+    """Why a provider failed. None of them says anything about a program."""
+
+    ABSENT = "absent"
+    """It cannot be reached."""
+    BUSY = "busy"
+    """It asks to come later, or has no room."""
+    REFUSED = "refused"
+    """It refuses: the credentials, the quota, the image."""
+    FAILED = "failed"
+    """It says that it failed, or says what cannot be read."""
+    LATE = "late"
+    """It does not answer in time."""
+    LOST = "lost"
+    """The box is gone."""
+
+
+class ProviderFailed(SandboxFailed):
+    """The provider failed; this says nothing about the program.
+
+    Args:
+        cause: why.
+        detail: for a person; never what the provider was shown, such as a key.
+    """
+
+    def __init__(self, cause: Cause, detail: str) -> None:
+        super().__init__(detail, cause=cause.value)
+        self.cause: Final = cause
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box that is to be made.
+
+    Attributes:
+        name: unique; also its label.
+        image: what the provider makes it of; E2B: a template.
+        lifetime_seconds: it ends by itself so long after its start.
+        memory_bytes: of all that runs in it.
+        processors: how many it may use.
+        processes: how many may live in it at a time.
+        has_network: whether it reaches others; closed otherwise.
+    """
+
+    name: str
+    image: str
+    lifetime_seconds: float
+    memory_bytes: int
+    processors: float
+    processes: int
+    has_network: bool
+
+    def labels(self, owner: str) -> dict[str, str]:
+        """Make the labels of the box."""
+        return {MARK: MARKED, OWNER: owner, BOX: self.name, UNTIL: str(int(time.time() + self.lifetime_seconds))}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A box that is there: by the provider's id, with its labels."""
+
+    id: str
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box that was made.
+
+    Attributes:
+        id: the provider's.
+        name: ours.
+        image: that it was made of.
+        ends_at: when it ends by itself, by a clock that never goes back.
+        url: where commands and files go, for providers with an address for each box.
+        headers: that such calls show; they may hold a secret.
+    """
+
+    id: str
+    name: str
+    image: str
+    ends_at: float
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class Provider(Protocol):
+    """Makes boxes, runs commands in them, and takes them away.
+
+    Every call ends: by an answer, or by a ``ProviderFailed``.
+    """
+
+    kind: ClassVar[str]
+
+    async def create(self, wanted: Wanted) -> Box:
+        """Make a box that is ready for commands.
+
+        Raises:
+            ProviderFailed: it could not be made; what there is of it ends with the next ``list``.
+        """
+
+    async def execute(self, box: Box, script: str, seconds: float) -> int:
+        """Run ``sh -c SCRIPT`` in a box, and return its exit code.
+
+        Args:
+            box: where.
+            script: bounds its own time.
+            seconds: for which an answer is waited.
+
+        Raises:
+            ProviderFailed: nothing is known of what the script did.
+        """
+
+    async def write(self, box: Box, path: str, content: bytes) -> None:
+        """Write a file, by its absolute path, whose directory is there.
+
+        Raises:
+            ProviderFailed: it could not be written.
+        """
+
+    async def read(self, box: Box, path: str, max_bytes: int) -> bytes | None:
+        """Read a file; None if there is none, or it is longer than allowed.
+
+        Raises:
+            ProviderFailed: it could not be read.
+        """
+
+    async def destroy(self, box_id: str) -> None:
+        """Take a box away; nothing happens if it is gone.
+
+        Raises:
+            ProviderFailed: it could not be taken away.
+        """
+
+    async def list(self) -> Sequence[Found]:
+        """List the boxes that have an owner of ours, whichever.
+
+        Raises:
+            ProviderFailed: they could not be listed.
+        """
+
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+def owner_here() -> str:
+    """Name this process so that another one on this host can tell whether it still lives."""
+    return f"{_host()}.{os.getpid()}.{int(psutil.Process().create_time())}"
+
+
+def is_orphan(found: Found, me: str, now: float) -> bool:
+    """Tell whether nobody needs a box of another owner any more: its end has come, or its owner is gone.
+
+    Args:
+        found: the box.
+        me: who asks; whether its own are needed it knows itself.
+        now: seconds since 1970.
+    """
+    until, owner = found.labels.get(UNTIL, ""), found.labels.get(OWNER, "")
+    if until.isdigit() and int(until) < now:
+        return True
+    host, _, process = owner.partition(".")
+    pid, _, began = process.partition(".")
+    if owner == me or host != _host() or not pid.isdigit() or not began.isdigit():
+        return False
+    try:
+        return int(psutil.Process(int(pid)).create_time()) != int(began)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _host() -> str:
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]

@@ -1,0 +1,66 @@
+"""A sandbox service over this machine or a fake provider, asked over HTTP."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from flotilla.services.sandbox import state as state_module
+from flotilla.services.sandbox.app import create_app
+from flotilla.services.sandbox.boxes.opening import open_boxes
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.services.sandbox.state import SandboxState, open_state
+from tests.contract.sandbox.fakes.boxes import FakeProvider
+from tests.contract.sandbox.fakes.daytona import FakeDaytona
+from tests.contract.sandbox.fakes.docker import FakeDocker
+from tests.contract.sandbox.fakes.e2b import FakeE2B
+from tests.integration.sandbox.running import TOKEN
+
+FAKES: dict[str, type[FakeProvider]] = {"docker": FakeDocker, "e2b": FakeE2B, "daytona": FakeDaytona}
+
+
+def settings_for(provider: str, **fields: Any) -> SandboxSettings:
+    usual: dict[str, Any] = {
+        "token": TOKEN,
+        "provider": provider,
+        "concurrency": 2,
+        "sessions": 2,
+        "spare": 0,
+        "warm": 0,
+    }
+    if provider != "local":
+        usual["key"] = SecretStr(FakeProvider.key)
+    return SandboxSettings.model_validate(usual | fields)
+
+
+@asynccontextmanager
+async def a_service(
+    provider: str, root: Path, monkeypatch: pytest.MonkeyPatch, fake: FakeProvider | None = None, **fields: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, SandboxState, FakeProvider]]:
+    """Open a service and a client of it; the fake of ``local`` is there and is not asked."""
+    fake = fake or FAKES.get(provider, FakeProvider)(root)
+    monkeypatch.setattr(state_module, "open_boxes", lambda settings, slots: open_boxes(settings, slots, transport=fake))
+    settings = settings_for(provider, **fields)
+    async with open_state(settings) as state:
+
+        @asynccontextmanager
+        async def opened(_settings: SandboxSettings) -> AsyncIterator[SandboxState]:
+            yield state
+
+        app = create_app(settings, opened)
+        async with app.router.lifespan_context(app) as given:
+
+            async def with_state(scope: Any, receive: Any, send: Any) -> None:
+                await app({**scope, "state": given}, receive, send)
+
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app=with_state),
+                base_url="http://sandbox",
+                headers={"Authorization": f"Bearer {TOKEN}"},
+                timeout=60.0,
+            ) as client:
+                yield client, state, fake

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 from pydantic import ValidationError
@@ -183,13 +184,18 @@ class CodeVerifier:
             cases = parse_cases(sample.label, self._config.language)[: self._config.max_cases]
         except ValueError as error:
             return Grade.error(f"the label holds no test cases: {error}"[:500])
+        column, image = self._config.image_column, None
+        if column is not None:
+            image = sample.metadata.get(column)
+            if not isinstance(image, str) or not image:
+                return Grade.error(f"the row has no text in {column!r}, which image_column names")
         program = extract_program(sample.response, self._config.language)
         if program is None:
             return Grade.scored(0.0, metrics={"has_program": 0.0})
         failures: list[str] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._passes(program, case)) for case in cases]
+                tasks = [group.create_task(self._passes(program, case, image)) for case in cases]
         except* GradingFailed as failed:
             failures = [str(error) for error in failed.exceptions]
         if failures:
@@ -199,33 +205,33 @@ class CodeVerifier:
         reward = fraction if self._config.reward == "fraction" else float(passed == len(cases))
         return Grade.scored(reward, metrics={"has_program": 1.0, "cases_passed": fraction, "cases": float(len(cases))})
 
-    async def _passes(self, program: str, case: Case) -> bool:
+    async def _passes(self, program: str, case: Case, image: str | None) -> bool:
         if case.statements is not None:
-            return await self._assertions.hold(program, case.statements, self._output)
-        answer = await self._run(program, case.stdin)
+            return await self._assertions.hold(program, case.statements, partial(self._output, image=image))
+        answer = await self._run(program, case.stdin, image)
         result = answer.run_result
         if answer.status is not RunStatus.SUCCESS or result is None or result.status is not CommandStatus.FINISHED:
             return False
         return is_same_output(result.stdout or "", case.expected)
 
-    async def _output(self, program: str, stdin: str) -> str | None:
+    async def _output(self, program: str, stdin: str, *, image: str | None = None) -> str | None:
         """Run a program and return what it printed, however it ended."""
-        result = (await self._run(program, stdin)).run_result
+        result = (await self._run(program, stdin, image)).run_result
         return None if result is None else result.stdout
 
-    async def _run(self, program: str, stdin: str) -> RunCodeResponse:
+    async def _run(self, program: str, stdin: str, image: str | None) -> RunCodeResponse:
         """Have the sandbox run a program.
 
         Raises:
             GradingFailed: the sandbox does not answer, or could not run it.
         """
         async with self._slots:
-            answer = await self._ask(program, stdin)
+            answer = await self._ask(program, stdin, image)
         if answer.status is RunStatus.SANDBOX_ERROR:
             raise GradingFailed(f"the sandbox failed: {answer.message}"[:500])
         return answer
 
-    async def _ask(self, program: str, stdin: str) -> RunCodeResponse:
+    async def _ask(self, program: str, stdin: str, image: str | None) -> RunCodeResponse:
         config = self._config
         request = RunCodeRequest(
             code=program,
@@ -233,8 +239,10 @@ class CodeVerifier:
             stdin=stdin,
             compile_timeout=config.compile_timeout_seconds,
             run_timeout=config.run_timeout_seconds,
+            image=image,
         )
-        body = request.model_dump(mode="json")
+        # A server that is not ours knows no image.
+        body = request.model_dump(mode="json", exclude={"image"} if image is None else None)
         limit_seconds = config.compile_timeout_seconds + config.run_timeout_seconds
         attempt_seconds = limit_seconds + 2 * EXTENSION_SECONDS + QUEUE_SECONDS
         attempts = 0

@@ -46,6 +46,18 @@ class EpisodeTool(Protocol):
         """Make that of an episode."""
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """A tool that can grade what the episode leaves in it."""
+
+    async def check(self) -> float | None:
+        """Grade it; None where the task has no grade of this kind.
+
+        Raises:
+            EpisodeFailed: it cannot be graded.
+        """
+
+
 class Tools(Protocol):
     """The tools of one episode."""
 

@@ -1,7 +1,8 @@
-"""A Python interpreter in the sandbox as a tool: what one call defines is there for the next one of the same episode.
+"""An interpreter or a shell in the sandbox as a tool: what one call leaves is there for the next one of the episode.
 
 The session is made at the first call. What the program does wrong is its result, and the policy is told. What the
-sandbox does not do (no place, no connection, an error of its own) is an error of the episode.
+sandbox does not do (no place, no connection, an error of its own) is an error of the episode. The code that grades an
+episode runs in the same session, before that is closed: what the policy left there is what is graded.
 """
 
 import asyncio
@@ -26,9 +27,13 @@ from flotilla.shared.schemas.sandbox import (
 )
 from flotilla.shared.schemas.task import Task
 
-DESCRIPTION: Final = "Run Python code and return what it prints. Names that it defines are there for later calls."
-QUEUE_SECONDS: Final = 45.0
-"""For a place in the sandbox, whose own queue gives up after 30 s."""
+DESCRIPTIONS: Final = {
+    "python": "Run Python code and return what it prints. Names that it defines are there for later calls.",
+    "shell": "Run shell commands and return what they print. Files that they write are there for later calls.",
+}
+SOURCES: Final = {"python": "Python source text.", "shell": "Shell commands."}
+QUEUE_SECONDS: Final = 165.0
+"""For a place in the sandbox, whose own queue gives up after 30 s, and for a provider's box."""
 EXTENSION_SECONDS: Final = 60.0
 """How much longer a cell may take on a busy machine: the sandbox does not count what it waits for a processor."""
 CLOSE_SECONDS: Final = 5.0
@@ -69,10 +74,10 @@ class CodeInterpreter:
             "type": "function",
             "function": {
                 "name": config.name,
-                "description": config.description or DESCRIPTION,
+                "description": config.description or DESCRIPTIONS[config.language],
                 "parameters": {
                     "type": "object",
-                    "properties": {"code": {"type": "string", "description": "Python source text."}},
+                    "properties": {"code": {"type": "string", "description": SOURCES[config.language]}},
                     "required": ["code"],
                 },
             },
@@ -80,17 +85,17 @@ class CodeInterpreter:
 
     def for_episode(self, task: Task) -> "InterpreterSession":
         """Make that of one episode."""
-        del task
-        return InterpreterSession(self._config, self.schema, self._sandboxes, self._client)
+        return InterpreterSession(self._config, self.schema, self._sandboxes, self._client, task)
 
 
 class InterpreterSession:
     """The interpreter of one episode; calls wait for each other."""
 
     def __init__(
-        self, config: CodeInterpreterConfig, schema: Schema, sandboxes: Sandboxes, client: httpx.AsyncClient
+        self, config: CodeInterpreterConfig, schema: Schema, sandboxes: Sandboxes, client: httpx.AsyncClient, task: Task
     ) -> None:
         self.schema = schema
+        self._task = task
         self._config, self._sandboxes, self._client = config, sandboxes, client
         self._session: _Open | None = None
         self._turn = asyncio.Lock()
@@ -103,11 +108,39 @@ class InterpreterSession:
         async with self._turn:
             return await self._run(code)
 
-    async def _run(self, code: str) -> str:
+    async def check(self) -> float | None:
+        """Grade what the episode leaves, by the code of its row; see ``Checked.check``."""
+        if self._config.check_column is None:
+            return None
+        code = self._of_row(self._config.check_column, "check_column")
+        async with self._turn:
+            reply = await self._cell(code, self._config.check_seconds)
+            if reply.status_code == ENDED:
+                raise EpisodeFailed(f"the sandbox ended before it was graded: {_detail(reply)}")
+            response = _read(CellResponse, reply)
+        if response.status is RunStatus.SANDBOX_ERROR:
+            raise EpisodeFailed(f"the sandbox failed while it was graded: {response.message}")
+        return float(response.status is RunStatus.SUCCESS)
+
+    def _of_row(self, column: str, key: str) -> str:
+        """Read a text of the task's row.
+
+        Raises:
+            EpisodeFailed: there is none.
+        """
+        found = self._task.metadata.get(column)
+        if not isinstance(found, str) or not found:
+            raise EpisodeFailed(f"the row has no text in {column!r}, which {key} of the code interpreter names")
+        return found
+
+    async def _cell(self, code: str, run_seconds: float) -> httpx.Response:
         session = self._session or await self._start()
-        cell = CellRequest(code=code, run_timeout=self._config.run_seconds)
-        seconds = self._config.run_seconds + EXTENSION_SECONDS
-        reply = await self._post(f"{session.url}/run", session.headers, cell.model_dump(mode="json"), seconds)
+        cell = CellRequest(code=code, run_timeout=run_seconds)
+        body = cell.model_dump(mode="json", exclude={"files"})
+        return await self._post(f"{session.url}/run", session.headers, body, run_seconds + EXTENSION_SECONDS)
+
+    async def _run(self, code: str) -> str:
+        reply = await self._cell(code, self._config.run_seconds)
         if reply.status_code == ENDED:
             # Idle for too long, or out of its processor time: another one takes its place.
             self._session = None
@@ -132,12 +165,15 @@ class InterpreterSession:
         authorization = {"Authorization": f"Bearer {self._sandboxes.token()}"}
         if self._sandboxes.experiment:
             authorization[EXPERIMENT_HEADER] = self._sandboxes.experiment
+        image = self._config.image_column
         request = SessionRequest(
+            language=self._config.language,
+            image=None if image is None else self._of_row(image, "image_column"),
             memory_limit_MB=self._config.memory_megabytes or -1,
             cpu_seconds=self._config.cpu_seconds,
             idle_seconds=self._config.idle_seconds,
         )
-        body = request.model_dump(mode="json")
+        body = request.model_dump(mode="json", exclude={"image"} if image is None else None)
         reply = await self._post(f"{address}/sessions", authorization, body, QUEUE_SECONDS)
         view = _read(SessionView, reply)
         self._session = _Open(f"{address}/sessions/{view.id}", {**authorization, "Session-Token": view.token})

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown
-from flotilla.services.rollout.tools.base import Tool, ToolFailed, Tools, ToolSource
+from flotilla.services.rollout.tools.base import Checked, Tool, ToolFailed, Tools, ToolSource
 from flotilla.services.rollout.tools.formats import ToolCall, read_calls, role_of_results
 from flotilla.shared.concurrency.cancelling import all_of
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
@@ -31,7 +31,7 @@ class ToolConversation:
         self._task = task
         self._config = config
         self._tools: Mapping[str, Tool] = {}
-        self._calls = self._failures = 0
+        self._answers = self._calls = self._failures = 0
         self._seconds = 0.0
 
     @property
@@ -54,15 +54,23 @@ class ToolConversation:
 
     async def answer(self, text: str, *, is_cut: bool) -> Reply:
         """Make the calls of an answer, all at once; one without a call ends the episode."""
+        self._answers += 1
         calls = read_calls(text, self._config.format)
         if not calls:
-            return Reply(finish=FinishReason.LENGTH if is_cut else FinishReason.STOP)
+            return Reply(finish=FinishReason.LENGTH if is_cut else FinishReason.STOP, reward=await self._check())
         self._calls += len(calls)
         started = time.perf_counter()
         results = await self._results(calls)
         self._seconds += time.perf_counter() - started
         role = role_of_results(self._config.format)
-        return Reply(tuple(Message(role, result) for result in results))
+        reward = await self._check() if self._answers >= self._config.max_turns else None
+        return Reply(tuple(Message(role, result) for result in results), reward=reward)
+
+    async def _check(self) -> float | None:
+        """Grade what the episode leaves in its tools."""
+        grades = [await tool.check() for tool in self._tools.values() if isinstance(tool, Checked)]
+        given = [grade for grade in grades if grade is not None]
+        return sum(given) if given else None
 
     async def close(self) -> None:
         """Release the tools."""

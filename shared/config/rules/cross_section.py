@@ -14,7 +14,7 @@ from flotilla.shared.config.rules.publication import check_adapters, check_engin
 from flotilla.shared.config.sections.advantage import GdpoConfig, RemaxConfig
 from flotilla.shared.config.sections.data import check_data_source_column
 from flotilla.shared.config.sections.engine import ServerEngineConfig, SglangEngineConfig
-from flotilla.shared.config.sections.episodes import SingleTurnConfig, check_sequences
+from flotilla.shared.config.sections.episodes import SingleTurnConfig, ToolEpisodesConfig, check_sequences
 from flotilla.shared.config.sections.publication import TransportChoice
 from flotilla.shared.config.sections.reward import (
     AgentRewardConfig,
@@ -256,13 +256,21 @@ def _advantage(spec: Sections) -> None:
 def _episodes(spec: Sections) -> None:
     episodes, kind = spec.rollout.episodes, spec.algorithm.advantage.kind
     has_environment = episodes.kind == "environment"
+    is_checked = isinstance(episodes, ToolEpisodesConfig) and bool(episodes.checks)
+    takes_check = False
     for where, component in spec.reward.graders.items():
-        if isinstance(component, EnvironmentRewardConfig) and not has_environment:
+        takes_check = takes_check or isinstance(component, EnvironmentRewardConfig)
+        if isinstance(component, EnvironmentRewardConfig) and not has_environment and not is_checked:
             raise ValueError(
                 f"{where} is of kind environment, and rollout.episodes.kind {episodes.kind} has "
-                "none, so that nothing would be graded: set rollout.episodes.kind to environment, or use another "
-                "component"
+                "none, so that nothing would be graded: set rollout.episodes.kind to environment, give a tool of kind "
+                "code_interpreter a check_column, or use another component"
             )
+    if is_checked and not takes_check:
+        raise ValueError(
+            "rollout.episodes.tools has a check_column, whose grade no entry of reward.components takes: add one of "
+            "kind environment, or leave check_column out"
+        )
     if kind in {"gigpo", "step_reinforce"} and not has_environment:
         raise ValueError(
             f"algorithm.advantage.kind {kind} compares the turns of an environment, and rollout.episodes.kind is "

@@ -206,22 +206,46 @@ class McpToolsConfig(Config):
         return self
 
 
+CHECK_SECONDS = 60.0
+
+
 class CodeInterpreterConfig(Config):
-    """A Python interpreter in the sandbox; what one call of an episode defines is there for the next one."""
+    """A Python interpreter or a shell in the sandbox; what one call of an episode leaves is there for the next one."""
 
     kind: Literal["code_interpreter"]
     name: str = Field("code_interpreter", pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")
     """What the policy calls it; its one argument is `code`."""
+    language: Literal["python", "shell"] = "python"
+    """What `code` is: Python of one interpreter, or commands, each of a shell of its own in the same files."""
+    image_column: str | None = Field(None, min_length=1)
+    """Column of the rows with the image of each task's sandbox, whose service must have a provider of boxes. Null: what
+    the service has set."""
+    check_column: str | None = Field(None, min_length=1)
+    """Column of the rows with commands that grade what the episode leaves, run in its sandbox when the policy has
+    ended or `max_turns` are over: a reward of 1 if they succeed, else 0, for a component of kind `environment`."""
+    check_seconds: float = Field(CHECK_SECONDS, gt=0, le=300)
+    """Time for those commands."""
     description: str | None = None
     """What the policy is told of it; null: our own words."""
     run_seconds: float = Field(5.0, gt=0, le=300)
     """Time for the code of one call, which is interrupted then."""
     cpu_seconds: float = Field(300.0, gt=0, le=3600)
     """Processor time of all calls of an episode."""
-    idle_seconds: float = Field(300.0, gt=0, le=3600)
+    idle_seconds: float = Field(300.0, gt=0, le=86400)
     """An interpreter that is not called for so long is ended; the next call begins another one, and is told so."""
     memory_megabytes: int | None = Field(None, ge=1)
     """Memory of one interpreter; null, and anything above it: the sandbox's own limit."""
+
+    @model_validator(mode="after")
+    def _is_graded_from_outside(self) -> Self:
+        if self.check_column is not None and self.language == "python":
+            raise ValueError(
+                "check_column needs language shell: what grades would run in the interpreter in which the policy's "
+                "code has run, and could be deceived by it"
+            )
+        if self.check_column is None and self.check_seconds != CHECK_SECONDS:
+            raise ValueError("check_seconds has no effect without check_column: leave it out, or name a column")
+        return self
 
 
 ToolConfig = Annotated[
@@ -247,8 +271,16 @@ class ToolEpisodesConfig(TurnLimits):
         """Whether a tool needs a sandbox."""
         return any(isinstance(tool, CodeInterpreterConfig) for tool in self.tools)
 
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """Columns with code that grades what an episode leaves."""
+        found = (tool.check_column for tool in self.tools if isinstance(tool, CodeInterpreterConfig))
+        return tuple(column for column in found if column is not None)
+
     @model_validator(mode="after")
     def _cells_end_in_time(self) -> Self:
+        if len(self.checks) > 1:
+            raise ValueError(f"tools have {len(self.checks)} check_column, and an episode has one grade: keep one")
         for number, tool in enumerate(self.tools):
             most = tool.run_seconds * self.max_parallel_calls if isinstance(tool, CodeInterpreterConfig) else 0.0
             if most > self.step_seconds:

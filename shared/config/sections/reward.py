@@ -159,6 +159,9 @@ class CodeConfig(ComponentConfig):
     """Time for one test case."""
     concurrency: int = Field(8, ge=1, le=1024)
     """How many test cases are with the sandbox at a time."""
+    image_column: str | None = Field(None, min_length=1)
+    """Column of the rows with the image that each task's programs run in; the sandbox must have a provider of boxes.
+    Null: what the sandbox has set."""
 
 
 class VerlDefaultConfig(ComponentConfig):

@@ -11,7 +11,7 @@ from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, InterpreterSession, Sandboxes
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.episodes import CodeInterpreterConfig, ToolEpisodesConfig
-from flotilla.shared.errors import EpisodeFailed, Unavailable
+from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
 from flotilla.shared.testing.builders import a_task
 
 SESSION = {
@@ -53,10 +53,13 @@ async def address() -> str:
     return "http://sandbox:1/"
 
 
-def session_of(sandbox: Callable[[httpx.Request], httpx.Response], **config: Any) -> InterpreterSession:
+def session_of(
+    sandbox: Callable[[httpx.Request], httpx.Response], row: dict[str, Any] | None = None, **config: Any
+) -> InterpreterSession:
     client = httpx.AsyncClient(transport=httpx.MockTransport(sandbox))
     made = CodeInterpreterConfig(kind="code_interpreter", **config)
-    return CodeInterpreter(made, Sandboxes(address, lambda: "service token"), client).for_episode(a_task())
+    task = a_task(metadata=row or {})
+    return CodeInterpreter(made, Sandboxes(address, lambda: "service token"), client).for_episode(task)
 
 
 async def test_cells_of_an_episode_run_in_one_session_that_ends_with_it() -> None:
@@ -138,6 +141,84 @@ async def test_without_a_sandbox_the_episode_is_an_error() -> None:
 
     with pytest.raises(EpisodeFailed, match="the fleet has none now"):
         await tool.for_episode(a_task()).call({"code": "1"})
+
+
+async def test_the_row_names_the_image_of_its_sandbox() -> None:
+    sandbox = FakeSandbox(cell("1\n"))
+
+    await session_of(sandbox, {"image": "swebench/task-1"}, image_column="image", language="shell").call({"code": "ls"})
+
+    assert {"language": "shell", "image": "swebench/task-1"}.items() <= sandbox.asked[0][2].items()
+
+
+CHECKED = {"language": "shell", "check_column": "tests"}
+
+
+@pytest.mark.parametrize(("status", "reward"), [("Success", 1.0), ("Failed", 0.0)])
+async def test_what_an_episode_leaves_is_graded_in_its_own_session(status: str, reward: float) -> None:
+    sandbox = FakeSandbox(cell(), cell(status=status))
+    session = session_of(sandbox, {"tests": "make test"}, **CHECKED)
+    await session.call({"code": "touch x"})
+
+    assert await session.check() == reward
+
+    assert [path for _, path, _ in sandbox.asked] == ["/sessions", *["/sessions/ses-1/run"] * 2]
+    assert sandbox.asked[2][2] == {"code": "make test", "run_timeout": 60.0, "fetch_files": []}
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "row", "words"),
+    [
+        (FakeSandbox(cell(), cell(status="SandboxError", message="the box is gone")), {"tests": "t"}, "box is gone"),
+        (FakeSandbox(cell(), 410), {"tests": "t"}, "ended before it was graded: it was idle"),
+        (FakeSandbox(cell()), {}, "no text in 'tests', which check_column"),
+    ],
+)
+async def test_what_cannot_be_graded_is_an_error_of_the_episode(
+    sandbox: FakeSandbox, row: dict[str, Any], words: str
+) -> None:
+    session = session_of(sandbox, row, **CHECKED)
+    await session.call({"code": "touch x"})
+
+    with pytest.raises(EpisodeFailed, match=words):
+        await session.check()
+
+
+async def test_an_interpreter_without_a_check_grades_nothing() -> None:
+    sandbox = FakeSandbox()
+
+    assert await session_of(sandbox).check() is None
+    assert sandbox.asked == []
+
+
+@pytest.mark.parametrize(
+    ("tool", "components", "words"),
+    [
+        ({"check_column": "tests"}, ["environment"], "check_column needs language shell"),
+        ({"check_seconds": 5}, ["numeric"], "check_seconds has no effect without check_column"),
+        (CHECKED, ["numeric"], "check_column, whose grade no entry of reward.components takes"),
+        ({}, ["environment"], "give a tool of kind code_interpreter a check_column"),
+        (CHECKED, ["environment"], ""),
+    ],
+)
+def test_a_check_and_the_component_that_takes_its_grade_go_together(
+    tool: dict[str, Any], components: list[str], words: str
+) -> None:
+    document: dict[str, Any] = {
+        "name": "code",
+        "model": {"path": "/model"},
+        "data": {"path": "/train.jsonl"},
+        "rollout": {"episodes": {"kind": "tools", "tools": [{"kind": "code_interpreter", **tool}]}},
+        "reward": {"components": [{"kind": kind} for kind in components]},
+        "optimisation": {"steps": 1},
+    }
+
+    if not words:
+        spec = validate_spec(document)
+        assert validate_spec(spec.model_dump(mode="json")) == spec
+        return
+    with pytest.raises(InvalidSpec, match=words):
+        validate_spec(document)
 
 
 def test_an_experiment_with_an_interpreter_needs_a_sandbox() -> None:

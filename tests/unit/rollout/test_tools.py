@@ -286,6 +286,24 @@ async def test_an_answer_without_a_call_ends_the_episode() -> None:
     assert (reply.finish, cut.finish) == (FinishReason.STOP, FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize(("texts", "rewards"), [(["one", "end"], [None, 0.5]), (["one", "one"], [None, 0.5])])
+async def test_a_tool_grades_what_the_episode_leaves_once_at_its_end(
+    texts: list[str], rewards: list[float | None]
+) -> None:
+    class Graded(Named):
+        async def check(self) -> float | None:
+            return 0.5
+
+    config = ToolEpisodesConfig.model_validate(
+        {"kind": "tools", "tools": [{"kind": "python", "path": "x.py:y"}], "max_turns": 2}
+    )
+    conversation = ToolConversation(Given(Graded("one"), Named("two")), a_task(), config)
+    await conversation.begin()
+
+    said = [call("one") if text == "one" else "It is 4." for text in texts]
+    assert [(await conversation.answer(text, is_cut=False)).reward for text in said] == rewards
+
+
 async def test_too_many_calls_and_long_results_are_cut() -> None:
     (reply,), _ = await talked(
         call("one", text="x" * 500) + call("two"), max_parallel_calls=1, max_result_characters=100

@@ -49,7 +49,7 @@ class SandboxSettings(Config):
     """Interpreter for Python programs. Null: the system's ``python3``, else the service's own."""
     readable_paths: tuple[str, ...] = ()
     """Further paths that programs may read, such as an environment with packages for them."""
-    provider: Literal["local", "docker", "e2b", "daytona"] = "local"
+    provider: Literal["local", "docker", "e2b", "daytona", "kubernetes"] = "local"
     """Where programs run: in this machine's own isolation, or each in a box of a provider."""
     url: str | None = Field(None, pattern=r"^(unix|tcp|http|https)://")
     """The provider's API. Null: docker's socket, the hosted service, or the cluster that this is in."""

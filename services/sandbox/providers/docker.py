@@ -17,13 +17,11 @@ from urllib.parse import quote
 import httpx
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import Wire, found_boxes, object_of, text_of
+from flotilla.services.sandbox.providers.wire import CAPABILITIES, Wire, found_boxes, object_of, text_of
 
 URL: Final = "unix:///var/run/docker.sock"
 API: Final = "/v1.43"
 PULL_SECONDS: Final = 600.0
-CAPABILITIES: Final = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-"""What root keeps in its own container, to install and to become others."""
 TAR_ROOM: Final = 16_384
 
 

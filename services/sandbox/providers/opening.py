@@ -2,11 +2,12 @@
 
 import httpx
 
-from flotilla.services.sandbox.providers import daytona, docker, e2b
+from flotilla.services.sandbox.providers import daytona, docker, e2b, kubernetes
 from flotilla.services.sandbox.providers.base import Provider
 from flotilla.services.sandbox.providers.daytona import Daytona
 from flotilla.services.sandbox.providers.docker import Docker
 from flotilla.services.sandbox.providers.e2b import E2B
+from flotilla.services.sandbox.providers.kubernetes import Kubernetes
 from flotilla.services.sandbox.settings import KEY, SandboxSettings
 from flotilla.shared.errors import InvalidRequest
 
@@ -28,6 +29,9 @@ def open_provider(
     key = settings.key.get_secret_value() if settings.key is not None else ""
     if kind == "docker":
         return Docker(url or docker.URL, owner, runtime=settings.runtime, transport=transport)
+    if kind == "kubernetes":
+        names = {"namespace": settings.namespace, "runtime": settings.runtime}
+        return Kubernetes(url or kubernetes.URL, key or None, owner, **names, transport=transport)
     if not key:
         raise InvalidRequest(f"the provider {kind} needs the key of an account: {KEY}, or a file that {KEY}_FILE names")
     if kind == "e2b":

@@ -4,6 +4,7 @@ What was sent is in no error and no log line: it holds keys.
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -20,6 +21,8 @@ CALL_SECONDS: Final = 30.0
 DEADLINE_SECONDS: Final = 60.0
 """For all attempts of one call."""
 LONGEST_PAUSE_SECONDS: Final = 5.0
+CAPABILITIES: Final = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""What root keeps in its own container, to install and to become others."""
 MAX_BYTES: Final = 4 << 20
 """Of an answer that is not a file."""
 ABSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -50,6 +53,7 @@ class Wire:
         url: base URL; ``unix://`` and a path for a socket on this host.
         headers: that each call shows, made anew each time: a token in a file may change.
         transport: another one than sockets.
+        tls: whom to believe; None: public authorities, and the fleet's own.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Wire:
         headers: Callable[[], Mapping[str, str]] = dict,
         *,
         transport: httpx.AsyncBaseTransport | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._name = name
         self._headers = headers
@@ -66,7 +71,7 @@ class Wire:
         base = f"http://{name}" if socket_path is not None else url.replace("tcp://", "http://", 1)
         sockets = transport or httpx.AsyncHTTPTransport(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
-            verify=tls_context(),
+            verify=tls or tls_context(),
             trust_env=False,
             uds=socket_path,
             socket_options=None if socket_path else SOCKET_OPTIONS,

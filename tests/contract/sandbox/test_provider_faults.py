@@ -25,9 +25,9 @@ from tests.contract.sandbox.fakes.boxes import FakeBox, FakeProvider, Fault
 from tests.contract.sandbox.fakes.opened import FAKES, TOKEN, a_service
 from tests.contract.sandbox.test_providers import cell, opened, run
 
-CREATE = r"POST (/v1.43/containers/create|/sandboxes|/api/sandbox)$"
+CREATE = r"POST (/v1.43/containers/create|/sandboxes|/api/sandbox|.*/namespaces/default/sandboxes)$"
 DELETE = r"DELETE "
-LIST = r"GET (/v1.43/containers/json|/v2/sandboxes|/api/sandbox)$"
+LIST = r"GET (/v1.43/containers/json|/v2/sandboxes|/api/sandbox|.*/namespaces/default/sandboxes)$"
 at_each = pytest.mark.parametrize("provider", FAKES)
 
 
@@ -210,7 +210,7 @@ def _began(pid: int) -> int:
     return int(psutil.Process(pid).create_time())
 
 
-@pytest.mark.parametrize("provider", ["e2b", "daytona"])
+@pytest.mark.parametrize("provider", ["e2b", "daytona", "kubernetes"])
 async def test_a_key_that_is_refused_ends_the_start_and_is_nowhere_to_be_read(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

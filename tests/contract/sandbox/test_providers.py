@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.contract.sandbox.fakes.boxes import FakeProvider
+from tests.contract.sandbox.fakes.kubernetes import FakeKubernetes
 from tests.contract.sandbox.fakes.opened import FAKES, a_service
 
 IMAGE = "swebench/task-1:v2"
@@ -235,6 +236,19 @@ async def test_boxes_are_bounded_closed_and_end_by_themselves(
         assert wanted["Entrypoint"] == ["sleep", "3600"]
     elif provider == "e2b":
         assert (wanted["allow_internet_access"], wanted["timeout"], wanted["secure"]) == (False, 3600, True)
+    elif provider == "kubernetes":
+        spec = wanted["spec"]
+        assert isinstance(spec, dict)
+        pod = spec["podTemplate"]["spec"]
+        (container,) = pod["containers"]
+        assert (pod["automountServiceAccountToken"], pod["restartPolicy"]) == (False, "Never")
+        assert container["resources"]["limits"] == {"memory": str(512 << 20), "cpu": "2000m"}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert (container["command"], spec["shutdownPolicy"]) == (["sleep", "3600"], "Delete")
+        assert isinstance(fake, FakeKubernetes)
+        (policy,) = fake.policies
+        closed = {"podSelector": {"matchLabels": {"flotilla": "sandbox"}}, "policyTypes": ["Ingress", "Egress"]}
+        assert policy["spec"] == closed
     else:
         assert (wanted["networkBlockAll"], wanted["ttlMinutes"], wanted["public"]) == (True, 60, False)
         assert (wanted["memory"], wanted["cpu"]) == (1, 2)

@@ -1,7 +1,7 @@
 """A sandbox service over this machine or a fake provider, asked over HTTP."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,15 @@ from tests.contract.sandbox.fakes.boxes import FakeProvider
 from tests.contract.sandbox.fakes.daytona import FakeDaytona
 from tests.contract.sandbox.fakes.docker import FakeDocker
 from tests.contract.sandbox.fakes.e2b import FakeE2B
+from tests.contract.sandbox.fakes.kubernetes import FakeKubernetes
 from tests.integration.sandbox.running import TOKEN
 
-FAKES: dict[str, type[FakeProvider]] = {"docker": FakeDocker, "e2b": FakeE2B, "daytona": FakeDaytona}
+FAKES: dict[str, type[FakeProvider]] = {
+    "docker": FakeDocker,
+    "e2b": FakeE2B,
+    "daytona": FakeDaytona,
+    "kubernetes": FakeKubernetes,
+}
 
 
 def settings_for(provider: str, **fields: Any) -> SandboxSettings:
@@ -44,8 +50,11 @@ async def a_service(
     """Open a service and a client of it; the fake of ``local`` is there and is not asked."""
     fake = fake or FAKES.get(provider, FakeProvider)(root)
     monkeypatch.setattr(state_module, "open_boxes", lambda settings, slots: open_boxes(settings, slots, transport=fake))
-    settings = settings_for(provider, **fields)
-    async with open_state(settings) as state:
+    async with AsyncExitStack() as stack:
+        if isinstance(fake, FakeKubernetes):
+            fields = {"url": await stack.enter_async_context(fake.serving())} | fields
+        settings = settings_for(provider, **fields)
+        state = await stack.enter_async_context(open_state(settings))
 
         @asynccontextmanager
         async def opened(_settings: SandboxSettings) -> AsyncIterator[SandboxState]:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar, Final, Protocol
-
-import psutil
 
 from flotilla.services.sandbox.fork_servers import SandboxFailed
 
@@ -21,6 +20,11 @@ OWNER, BOX, UNTIL = "flotilla-owner", "flotilla-box", "flotilla-until"
 """Labels of a box: who made it, its own name, and when it ends (seconds since 1970)."""
 MARK, MARKED = "flotilla", "sandbox"
 """A label that all boxes have, by which providers find them."""
+
+
+BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+STARTED: Final = 19
+"""``starttime`` in proc(5), counted from 0 after the process's name."""
 
 
 class Cause(StrEnum):
@@ -169,8 +173,8 @@ class Provider(Protocol):
 
 
 def owner_here() -> str:
-    """Name this process so that another one on this host can tell whether it still lives."""
-    return f"{_host()}.{os.getpid()}.{int(psutil.Process().create_time())}"
+    """Name this process so that another one beside it can tell whether it still lives."""
+    return f"{_host()}.{os.getpid()}.{_began(os.getpid())}"
 
 
 def is_orphan(found: Found, me: str, now: float) -> bool:
@@ -188,11 +192,19 @@ def is_orphan(found: Found, me: str, now: float) -> bool:
     pid, _, began = process.partition(".")
     if owner == me or host != _host() or not pid.isdigit() or not began.isdigit():
         return False
+    return _began(int(pid)) != int(began)
+
+
+def _began(pid: int) -> int | None:
+    """Tell when a process began, in the kernel's ticks, which no change of the clock moves; None if there is none."""
     try:
-        return int(psutil.Process(int(pid)).create_time()) != int(began)
-    except psutil.NoSuchProcess:
-        return True
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return int(line.rpartition(b")")[2].split()[STARTED])
 
 
 def _host() -> str:
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
+    """Name what process numbers are told apart by: of another boot, or in another container, they say nothing here."""
+    parts = (socket.gethostname(), BOOT.read_text().strip(), str(PROCESSES.readlink()))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]

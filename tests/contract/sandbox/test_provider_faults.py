@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from flotilla.services.reward.verifiers.code import CodeVerifier
@@ -177,6 +176,10 @@ async def test_a_box_that_could_not_be_taken_away_is_found_again(
     assert boxes_of(state).num_orphans == 1
 
 
+def started(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 @at_each
 async def test_what_a_killed_service_left_is_taken_away_and_what_others_have_is_not(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,7 +197,7 @@ async def test_what_a_killed_service_left_is_taken_away_and_what_others_have_is_
         left(f"{host}.4194305.1", later),
         left("elsewhere.1.1", past),
     ]
-    kept = [left(f"{host}.{os.getppid()}.{_began(os.getppid())}", later), left("elsewhere.1.1", later)]
+    kept = [left(f"{host}.{os.getppid()}.{started(os.getppid())}", later), left("elsewhere.1.1", later)]
     strangers = fake.make("theirs", {"team": "other"}, {}).id
 
     async with a_service(provider, tmp_path, monkeypatch, fake):
@@ -204,10 +207,6 @@ async def test_what_a_killed_service_left_is_taken_away_and_what_others_have_is_
 
     assert present == afterwards == {*kept, strangers}
     assert not present & set(gone)
-
-
-def _began(pid: int) -> int:
-    return int(psutil.Process(pid).create_time())
 
 
 @pytest.mark.parametrize("provider", ["e2b", "daytona", "kubernetes"])

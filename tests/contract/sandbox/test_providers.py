@@ -12,11 +12,16 @@ from typing import Any
 import httpx
 import pytest
 
+from flotilla.services.sandbox.boxes.opening import open_boxes
+from flotilla.services.sandbox.executor import Program
+from flotilla.services.sandbox.guard.job import Phase
 from tests.contract.sandbox.fakes.boxes import FakeProvider
+from tests.contract.sandbox.fakes.docker import FakeDocker, at_socket
 from tests.contract.sandbox.fakes.kubernetes import FakeKubernetes
-from tests.contract.sandbox.fakes.opened import FAKES, a_service
+from tests.contract.sandbox.fakes.opened import FAKES, a_service, settings_for
 
 IMAGE = "swebench/task-1:v2"
+PYTHON = Phase("run", ("python3", "main.py"), 10.0)
 Service = tuple[httpx.AsyncClient, FakeProvider]
 
 
@@ -253,3 +258,16 @@ async def test_boxes_are_bounded_closed_and_end_by_themselves(
         assert (wanted["networkBlockAll"], wanted["ttlMinutes"], wanted["public"]) == (True, 60, False)
         assert (wanted["memory"], wanted["cpu"]) == (1, 2)
     assert set(box.labels) == {"flotilla", "flotilla-owner", "flotilla-box", "flotilla-until"}
+
+
+async def test_docker_is_asked_over_its_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDocker(tmp_path)
+    async with at_socket(fake, tmp_path / "docker.sock") as url:
+        settings = settings_for("docker", url=url, images=["swebench/*"])
+        async with open_boxes(settings, 1) as opened:
+            program = Program({"main.py": packed("print(2)")}, (PYTHON,), (), settings.limits, image=IMAGE)
+            found = await opened.runner.run(opened.slots[0], program)
+
+    assert found.phases[0].output() == ("2\n", "")
+    assert fake.boxes == {}
+    assert "POST /v1.43/images/create" in fake.calls, "an image that is not there is pulled"

@@ -88,7 +88,7 @@ def sandbox_settings(token: str, environment: Mapping[str, str]) -> SandboxSetti
         InvalidRequest: a value is not allowed, or a file cannot be read; the detail names the variable.
     """
     values: dict[str, object] = {
-        name: environment[variable] for name, variable in VARIABLES.items() if environment.get(variable)
+        name: _value(name, environment[variable]) for name, variable in VARIABLES.items() if environment.get(variable)
     }
     if key := secret_from(environment, KEY):
         values["key"] = SecretStr(key)
@@ -99,8 +99,21 @@ def sandbox_settings(token: str, environment: Mapping[str, str]) -> SandboxSetti
         return SandboxSettings.model_validate({**values, "token": SecretStr(token), "unsafe_sandbox": is_unsafe})
     except ValidationError as error:
         item = error.errors()[0]
+        if not item["loc"]:  # of several variables, which the message names
+            raise InvalidRequest(item["msg"].removeprefix("Value error, ")) from None
         name = (VARIABLES | {"key": KEY, "images": IMAGES}).get(str(item["loc"][0]), "FLOTILLA_TOKEN")
         raise InvalidRequest(f"{name}: {item['msg']}") from None
+
+
+def _value(name: str, text: str) -> object:
+    """Read a variable as what the setting is; a text that is none of it stays one, and is refused as such."""
+    kind = SandboxSettings.model_fields[name].annotation
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[text.lower()]
+        return kind(text) if kind in (int, float) else text
+    except (ValueError, KeyError):
+        return text
 
 
 def create_member_app(given: Mapping[str, str], settings: ServiceSettings, address: str) -> FastAPI:

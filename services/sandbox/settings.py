@@ -1,8 +1,9 @@
 """What the sandbox service is told at its start."""
 
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Final, Literal, Self
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from flotilla.services.sandbox.limits import MEBIBYTE, Limits
 from flotilla.shared.config.base.model import Config
@@ -10,6 +11,15 @@ from flotilla.shared.schemas.sandbox import IsolationLevel
 
 KEY: Final = "FLOTILLA_SANDBOX_KEY"
 """The variable of a provider's key."""
+
+HAVE_NO_EFFECT: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
+    ("level", "python", "readable_paths", "busy_part", "uid_base"): ("docker", "e2b", "daytona", "kubernetes"),
+    ("url", "image", "images", "warm", "box_network", "box_start_seconds"): ("local",),
+    ("key",): ("local", "docker"),
+    ("runtime",): ("local", "e2b", "daytona"),
+    ("namespace",): ("local", "docker", "e2b", "daytona"),
+}
+"""Settings, and the providers to which they say nothing."""
 
 
 class SandboxSettings(Config):
@@ -69,3 +79,15 @@ class SandboxSettings(Config):
     """Of containers: docker's runtime, or the RuntimeClass of pods, such as one with a kernel of its own."""
     namespace: str = Field("default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
     """Of pods."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        given = self.model_fields_set
+        where = f"FLOTILLA_SANDBOX_PROVIDER is {self.provider}"
+        for names, provider in HAVE_NO_EFFECT.items():
+            if self.provider in provider and (without := sorted(set(names) & given)):
+                variables = ", ".join(f"FLOTILLA_SANDBOX_{name.upper()}" for name in without)
+                raise ValueError(f"{variables} has no effect where {where}: leave it out, or choose another provider")
+        if self.provider != "local" and self.unsafe_sandbox:
+            raise ValueError(f"FLOTILLA_UNSAFE_SANDBOX has no effect where {where}: leave it out")
+        return self

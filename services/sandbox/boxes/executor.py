@@ -18,7 +18,7 @@ from flotilla.services.sandbox.executor import Program
 from flotilla.services.sandbox.guard.job import JobResult
 from flotilla.services.sandbox.isolation import Slot
 from flotilla.services.sandbox.languages import Language
-from flotilla.services.sandbox.providers.base import Cause, ProviderFailed
+from flotilla.services.sandbox.providers.base import Box, Cause, ProviderFailed
 from flotilla.shared.telemetry.prometheus import gauge
 
 log = logging.getLogger(__name__)
@@ -85,19 +85,38 @@ class BoxExecutor:
     @asynccontextmanager
     async def session(self, slot: Slot, program: Program) -> AsyncIterator[BoxConversation]:
         """Start a session in a box of its own, and take the box away at the end; see ``Executor.session``."""
-        assert program.session is not None
-        seconds = program.session.lifetime_seconds + 2 * SLACK_SECONDS
-        box = await self.boxes.take(program.image, seconds)
+        box, talk = await self._begun(program)
         try:
-            is_shell = program.session.language == "shell"
-            talk = BoxConversation(self.boxes.provider, box, program.limits, is_shell=is_shell)
-            await talk.begin(dict(program.files), program.session.cpu_seconds)
             yield talk
         except ProviderFailed as error:
             self.boxes.count(error)
             raise
         finally:
             self.boxes.drop(box)
+
+    async def _begun(self, program: Program) -> tuple[Box, BoxConversation]:
+        """Begin a session, in another box where the first one is lost.
+
+        Raises:
+            SandboxFailed: it does not begin.
+        """
+        session = program.session
+        assert session is not None
+        for attempt in range(1, ATTEMPTS + 1):
+            box = await self.boxes.take(program.image, session.lifetime_seconds + 2 * SLACK_SECONDS)
+            talk = BoxConversation(self.boxes.provider, box, program.limits, is_shell=session.language == "shell")
+            try:
+                await talk.begin(dict(program.files), session.cpu_seconds)
+            except BaseException as error:
+                self.boxes.drop(box)
+                if not isinstance(error, ProviderFailed):
+                    raise
+                self.boxes.count(error)
+                if error.cause is Cause.REFUSED or attempt == ATTEMPTS:
+                    raise
+            else:
+                return box, talk
+        raise AssertionError("the last attempt begins or fails")
 
     async def renewed(self, slot: Slot) -> Slot | None:
         """Return the slot: nothing is left in it."""

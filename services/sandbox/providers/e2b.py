@@ -85,9 +85,8 @@ class E2B:
                 messages = _Messages()
                 async for piece in reply.aiter_raw():
                     for said in messages.fed(piece):
-                        end = _mapping(_mapping(said.get("event")).get("end"))
-                        if end is not None and (end or "end" in (said.get("event") or {})):
-                            code = _exit_code(end)
+                        if "end" in (event := _mapping(said.get("event"))):
+                            code = _exit_code(_mapping(event["end"]))
         except ProviderFailed as error:
             raise _told(error) from error
         if code is None:

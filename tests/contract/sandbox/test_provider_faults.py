@@ -140,10 +140,14 @@ async def test_a_program_whose_box_is_lost_runs_again_and_fails_by_the_sandbox_a
         once = await run(client, "print(1)")
         losses = 2
         twice = await run(client, "print(1)")
+        losses = 1
+        session = await opened(client)
+        kept = await cell(client, session, "6 * 7")
 
+    assert kept["run_result"]["stdout"] == "42\n", "a session begins in another box, too"
     assert (once["status"], once["run_result"]["stdout"]) == ("Success", "1\n")
     assert (twice["status"], twice["run_result"]) == ("SandboxError", None)
-    assert boxes_of(state).failures["lost"] == 3  # type: ignore[index]
+    assert boxes_of(state).failures["lost"] == 4  # type: ignore[index]
 
 
 @at_each

@@ -30,16 +30,13 @@ FAKES: dict[str, type[FakeProvider]] = {
 
 
 def settings_for(provider: str, **fields: Any) -> SandboxSettings:
-    usual: dict[str, Any] = {
-        "token": TOKEN,
-        "provider": provider,
-        "concurrency": 2,
-        "sessions": 2,
-        "spare": 0,
-        "warm": 0,
-    }
+    usual: dict[str, Any] = {"token": TOKEN, "provider": provider, "concurrency": 2, "sessions": 2, "spare": 0}
     if provider != "local":
+        usual["warm"] = 0
+    if provider not in {"local", "docker"}:
         usual["key"] = SecretStr(FakeProvider.key)
+    if provider == "local":
+        fields.pop("images", None)
     return SandboxSettings.model_validate(usual | fields)
 
 

@@ -184,11 +184,12 @@ class CodeVerifier:
             cases = parse_cases(sample.label, self._config.language)[: self._config.max_cases]
         except ValueError as error:
             return Grade.error(f"the label holds no test cases: {error}"[:500])
-        column, image = self._config.image_column, None
-        if column is not None:
-            image = sample.metadata.get(column)
-            if not isinstance(image, str) or not image:
+        image = None
+        if (column := self._config.image_column) is not None:
+            named = sample.metadata.get(column)
+            if not isinstance(named, str) or not named:
                 return Grade.error(f"the row has no text in {column!r}, which image_column names")
+            image = named
         program = extract_program(sample.response, self._config.language)
         if program is None:
             return Grade.scored(0.0, metrics={"has_program": 0.0})

@@ -60,9 +60,15 @@ class Kept:
 
     def wanted(self, image: str, lifetime_seconds: float) -> Wanted:
         """Describe a box that is to be made."""
-        name = f"flotilla-{secrets.token_hex(8)}"
-        sizes = (self.memory_bytes, self.processors, self.processes)
-        return Wanted(name, image, lifetime_seconds, *sizes, self.has_network)
+        return Wanted(
+            f"flotilla-{secrets.token_hex(8)}",
+            image,
+            lifetime_seconds,
+            self.memory_bytes,
+            self.processors,
+            self.processes,
+            self.has_network,
+        )
 
 
 class Boxes:

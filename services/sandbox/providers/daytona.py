@@ -104,8 +104,8 @@ class Daytona:
 
     async def write(self, box: Box, path: str, content: bytes) -> None:
         """Write a file; see ``Provider.write``."""
-        request = {"data": {"files[0].path": path}, "files": {"files[0].file": (path, content)}}
-        await self._ask_box(box, "POST", f"{box.url}/files/bulk-upload", **request)
+        where, what = {"files[0].path": path}, {"files[0].file": (path, content)}
+        await self._ask_box(box, "POST", f"{box.url}/files/bulk-upload", data=where, files=what)
 
     async def read(self, box: Box, path: str, max_bytes: int) -> bytes | None:
         """Read a file; see ``Provider.read``."""

@@ -95,15 +95,17 @@ class E2B:
 
     async def write(self, box: Box, path: str, content: bytes) -> None:
         """Write a file; see ``Provider.write``."""
-        request = {"params": {"path": path}, "files": {"file": (path, content)}, "headers": box.headers}
-        await self._ask_box("POST", f"{box.url}/files", **request)
+        parts = {"file": (path, content)}
+        await self._ask_box("POST", f"{box.url}/files", params={"path": path}, files=parts, headers=box.headers)
 
     async def read(self, box: Box, path: str, max_bytes: int) -> bytes | None:
         """Read a file; see ``Provider.read``."""
         packed = bytearray()
-        request: dict[str, Any] = {"params": {"path": path}, "headers": box.headers, "allowed": (404,)}
+        params = {"path": path}
         try:
-            async with self._boxes.stream("GET", f"{box.url}/files", **request) as reply:
+            async with self._boxes.stream(
+                "GET", f"{box.url}/files", params=params, headers=box.headers, allowed=(404,)
+            ) as reply:
                 if reply.status_code == 404:
                     return None
                 async for piece in reply.aiter_raw():

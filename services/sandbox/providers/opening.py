@@ -30,8 +30,14 @@ def open_provider(
     if kind == "docker":
         return Docker(url or docker.URL, owner, runtime=settings.runtime, transport=transport)
     if kind == "kubernetes":
-        names = {"namespace": settings.namespace, "runtime": settings.runtime}
-        return Kubernetes(url or kubernetes.URL, key or None, owner, **names, transport=transport)
+        return Kubernetes(
+            url or kubernetes.URL,
+            key or None,
+            owner,
+            namespace=settings.namespace,
+            runtime=settings.runtime,
+            transport=transport,
+        )
     if not key:
         raise InvalidRequest(f"the provider {kind} needs the key of an account: {KEY}, or a file that {KEY}_FILE names")
     if kind == "e2b":

@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.services.reward.grading import grades_of
 from flotilla.services.reward.verifiers.given import EnvironmentVerifier
-from flotilla.services.rollout.engines.resumption import UNMIXED
+from flotilla.services.rollout.engines.base import UNMIXED
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.rollout.episodes.turns import Turns

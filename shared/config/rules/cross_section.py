@@ -253,8 +253,9 @@ def _advantage(spec: Sections) -> None:
         )
 
 
-def _episodes(spec: Sections) -> None:
-    episodes, kind = spec.rollout.episodes, spec.algorithm.advantage.kind
+def _environment_component(spec: Sections) -> None:
+    """Let a component of kind environment and what gives it its rewards go together."""
+    episodes = spec.rollout.episodes
     has_environment = episodes.kind == "environment"
     is_checked = isinstance(episodes, ToolEpisodesConfig) and bool(episodes.checks)
     takes_check = False
@@ -271,6 +272,12 @@ def _episodes(spec: Sections) -> None:
             "rollout.episodes.tools has a check_column, whose grade no entry of reward.components takes: add one of "
             "kind environment, or leave check_column out"
         )
+
+
+def _episodes(spec: Sections) -> None:
+    episodes, kind = spec.rollout.episodes, spec.algorithm.advantage.kind
+    has_environment = episodes.kind == "environment"
+    _environment_component(spec)
     if kind in {"gigpo", "step_reinforce"} and not has_environment:
         raise ValueError(
             f"algorithm.advantage.kind {kind} compares the turns of an environment, and rollout.episodes.kind is "

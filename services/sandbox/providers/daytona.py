@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 import httpx
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import Wire, found_boxes, object_of, text_of
+from flotilla.services.sandbox.providers.wire import Answered, Wire, found_boxes, object_of, text_of
 
 URL: Final = "https://app.daytona.io/api"
 SNAPSHOT: Final = "snapshot:"
@@ -49,7 +49,7 @@ class Daytona:
     async def create(self, wanted: Wanted) -> Box:
         """Make a sandbox and wait until it has started; see ``Provider.create``."""
         ends_at = time.monotonic() + wanted.lifetime_seconds
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "name": wanted.name,
             "labels": wanted.labels(self._owner),
             "public": False,
@@ -72,7 +72,7 @@ class Daytona:
         url = f"{text_of('daytona', made, 'toolboxProxyUrl').rstrip('/')}/{box_id}"
         return Box(box_id, wanted.name, wanted.image, ends_at, url)
 
-    async def _started(self, made: dict[str, Any]) -> dict[str, Any]:
+    async def _started(self, made: Answered) -> Answered:
         """Wait until a sandbox has started."""
         box_id = text_of("daytona", made, "id")
         end, pause = time.monotonic() + START_SECONDS, FIRST_PAUSE_SECONDS

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import httpx
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import CAPABILITIES, Wire, found_boxes, object_of, text_of
+from flotilla.services.sandbox.providers.wire import CAPABILITIES, Answered, Wire, found_boxes, object_of, text_of
 
 URL: Final = "unix:///var/run/docker.sock"
 API: Final = "/v1.43"
@@ -60,7 +60,7 @@ class Docker:
         return Box(box_id, wanted.name, wanted.image, ends_at)
 
     async def _create(self, wanted: Wanted) -> httpx.Response:
-        host: dict[str, Any] = {
+        host: dict[str, object] = {
             "AutoRemove": True,
             "CapAdd": CAPABILITIES,
             "CapDrop": ["ALL"],
@@ -172,7 +172,7 @@ class Docker:
         """Close the connections."""
         await self._wire.close()
 
-    async def _json(self, method: str, path: str, *, gone: Sequence[int] = (), **request: Any) -> dict[str, Any]:
+    async def _json(self, method: str, path: str, *, gone: Sequence[int] = (), **request: Any) -> Answered:
         reply = await self._wire.ask(method, f"{API}{path}", allowed=gone, **request)
         if reply.status_code in gone:
             raise ProviderFailed(Cause.LOST, "the container does not run")

@@ -9,14 +9,14 @@ import json
 import math
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 import httpx
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import Wire, found_boxes, object_of, text_of
+from flotilla.services.sandbox.providers.wire import Answered, Wire, found_boxes, object_of, text_of
 
 URL: Final = "https://api.e2b.app"
 ENVD_PORT: Final = 49983
@@ -154,7 +154,7 @@ class _Messages:
     def __init__(self) -> None:
         self._read = bytearray()
 
-    def fed(self, piece: bytes) -> list[dict[str, Any]]:
+    def fed(self, piece: bytes) -> list[Answered]:
         """Read what has come; returns the messages that are whole.
 
         Raises:
@@ -183,11 +183,11 @@ class _Messages:
         return found
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
+def _mapping(value: object) -> Answered:
     return value if isinstance(value, dict) else {}
 
 
-def _exit_code(end: Mapping[str, Any]) -> int:
+def _exit_code(end: Answered) -> int:
     """Read how a process ended: what is 0 may be left out, and a signal is told in words alone."""
     code = end.get("exitCode", 0)
     if isinstance(code, int) and code >= 0 and end.get("exited", code == 0) is not False:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 from urllib.parse import urlencode
 
 import httpx
@@ -22,7 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.typing import Subprotocol
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import CAPABILITIES, DEADLINE_SECONDS, Wire, object_of
+from flotilla.services.sandbox.providers.wire import CAPABILITIES, DEADLINE_SECONDS, Answered, Wire, object_of
 from flotilla.shared.net.client.bearer_client import tls_context
 
 URL: Final = "https://kubernetes.default.svc"
@@ -96,7 +96,7 @@ class Kubernetes:
         await self._ready(wanted.name, made)
         return Box(wanted.name, wanted.name, wanted.image, ends_at)
 
-    def _resource(self, wanted: Wanted) -> dict[str, Any]:
+    def _resource(self, wanted: Wanted) -> dict[str, object]:
         labels = wanted.labels(self._owner)
         end = datetime.now(UTC) + timedelta(seconds=wanted.lifetime_seconds)
         sizes = {"memory": str(wanted.memory_bytes), "cpu": f"{int(wanted.processors * 1000)}m"}
@@ -111,7 +111,7 @@ class Kubernetes:
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
         }
-        pod: dict[str, Any] = {
+        pod: dict[str, object] = {
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "restartPolicy": "Never",
@@ -143,7 +143,7 @@ class Kubernetes:
         await self._wire.ask("POST", f"{POLICIES}{self._namespace}/networkpolicies", json=policy, allowed=(409,))
         self._is_closed = True
 
-    async def _ready(self, name: str, made: dict[str, Any]) -> None:
+    async def _ready(self, name: str, made: Answered) -> None:
         end, pause = time.monotonic() + START_SECONDS, FIRST_PAUSE_SECONDS
         while not _is(made, "Ready"):
             if _is(made, "Finished"):
@@ -270,7 +270,7 @@ def _tls() -> ssl.SSLContext:
     return context
 
 
-def _is(made: Mapping[str, Any], condition: str) -> bool:
+def _is(made: Answered, condition: str) -> bool:
     conditions = (made.get("status") or {}).get("conditions") or ()
     return any(each.get("type") == condition and each.get("status") == "True" for each in conditions)
 

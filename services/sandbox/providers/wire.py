@@ -25,6 +25,8 @@ CAPABILITIES: Final = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SET
 """What root keeps in its own container, to install and to become others."""
 MAX_BYTES: Final = 4 << 20
 """Of an answer that is not a file."""
+Answered = dict[str, Any]
+"""An object that a provider answers."""
 ABSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 """The call was not made."""
 BUSY: Final = frozenset({429, 503})
@@ -179,7 +181,7 @@ class Wire:
         return _Passing(Cause.FAILED, detail)
 
 
-def object_of(name: str, reply: httpx.Response) -> dict[str, Any]:
+def object_of(name: str, reply: httpx.Response) -> Answered:
     """Read the object that a provider answered.
 
     Raises:
@@ -194,7 +196,7 @@ def object_of(name: str, reply: httpx.Response) -> dict[str, Any]:
     return found
 
 
-def text_of(name: str, found: Mapping[str, Any], key: str) -> str:
+def text_of(name: str, found: Answered, key: str) -> str:
     """Take a text out of what a provider answered.
 
     Raises:

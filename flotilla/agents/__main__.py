@@ -15,6 +15,7 @@ import httpx
 from flotilla.agents import box
 from flotilla.agents.episodes import Play, play_all
 from flotilla.agents.harbor import HarborAgent, Harness, read_tasks, task_rows
+from flotilla.agents.harbor_tasks import HarborTask
 from flotilla.agents.nemo_gym import NemoGymAgent, gym_client, rows_of_gym
 from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.rows import write_rows
@@ -65,6 +66,8 @@ def _add_options(kind: str, playing: argparse.ArgumentParser, *rows: argparse.Ar
     elif kind == "harbor":
         for each in (playing, *rows):
             each.add_argument("--skip-run", action="store_true", help="this machine has what RUN lines install")
+            what = "environment variable that tasks may read, as ${NAME}"
+            each.add_argument("--secret", metavar="NAME", action="append", default=[], help=what)
         playing.add_argument("--harness", required=True, help="the command of a shell that plays a task")
         playing.add_argument("--seconds", type=float, default=600.0, help="of the harness, where a task sets none")
         playing.add_argument("--readable", type=Path, action="append", default=[], help="path that the harness needs")
@@ -100,11 +103,15 @@ async def _play_of(arguments: argparse.Namespace, stack: AsyncExitStack) -> Play
             harness = Harness(
                 arguments.harness, arguments.seconds, readable, keep=arguments.keep, is_closed=arguments.closed
             )
-            return HarborAgent(read_tasks(Path(source), skip_run=arguments.skip_run), harness)
+            return HarborAgent(_tasks(arguments), harness)
     if has_tasksets():
         return await stack.enter_async_context(serving(load_taskset(source, arguments.options)))
     environment = load_environment(source, arguments.options)
     return VerifiersAgent(environment, await stack.enter_async_context(new_client(arguments.gateway)))
+
+
+def _tasks(arguments: argparse.Namespace) -> dict[str, HarborTask]:
+    return read_tasks(Path(arguments.source), skip_run=arguments.skip_run, readable=arguments.secret)
 
 
 def _write(arguments: argparse.Namespace) -> int:
@@ -113,7 +120,7 @@ def _write(arguments: argparse.Namespace) -> int:
     if arguments.kind == "nemo-gym-rows":
         return write_rows(rows_of_gym(Path(source)), output)
     if arguments.kind == "harbor-rows":
-        return write_rows(task_rows(read_tasks(Path(source), skip_run=arguments.skip_run)), output)
+        return write_rows(task_rows(_tasks(arguments)), output)
     if has_tasksets():
         return write_rows(rows_of_taskset(load_taskset(source, arguments.options), arguments.limit), output)
     lane = Lane.EVALUATION if arguments.held_out else Lane.TRAIN

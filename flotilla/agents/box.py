@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from flotilla.agents.relay import INSIDE, SOCKET, relaying
-from flotilla.shared.errors import Unavailable
+from flotilla.shared.errors import InvalidSpec, Unavailable
 
 ORDERS: Final = "/.orders"
 WAY_OUT: Final = "/.relay"
@@ -152,7 +152,7 @@ async def open_box(
     assert bwrap is not None, "why_not was not asked"
     folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="box-", dir=keep))
     try:
-        await asyncio.to_thread(_furnish, folder, copies)
+        await asyncio.to_thread(furnish, folder, copies)
         with (folder / SAID).open("wb") as said:
             process = await asyncio.create_subprocess_exec(
                 bwrap,
@@ -187,18 +187,34 @@ async def _open_way_out(box: Box) -> None:
         raise Unavailable(f"a closed box needs /usr/bin/python3 for its way out (status {status}): {said}")
 
 
-def _furnish(folder: Path, copies: Sequence[tuple[Path, PurePosixPath]]) -> None:
+def furnish(folder: Path, copies: Sequence[tuple[Path, PurePosixPath]]) -> None:
+    """Make the folders of a box, and copy files and folders into its root: links as links, and never through one.
+
+    Raises:
+        InvalidSpec: a copy's place is outside of the root, or a link is on the way to it.
+    """
     for name in ("root", "orders", "relay", *MOUNTS):
         (folder / name).mkdir()
     for name in ("root", "tmp", "logs/artifacts"):
         (folder / "root" / name).mkdir(parents=True)
     for source, target in copies:
-        place = folder / "root" / str(target).lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_dir():
-            shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
-        else:
-            shutil.copy2(source, place, follow_symlinks=False)
+        _copy(source, folder / "root", target)
+
+
+def _copy(source: Path, root: Path, target: PurePosixPath) -> None:
+    place = root
+    for part in target.parts[1:]:
+        if not place.is_dir():
+            place.mkdir()
+        place /= part
+        if part == ".." or place.is_symlink():
+            raise InvalidSpec(f"{source.name} cannot be copied to {target}: it leads out of the box, or through a link")
+    if source.is_symlink() or not source.is_dir():
+        shutil.copy2(source, place, follow_symlinks=False)
+        return
+    place.mkdir(exist_ok=True)
+    for each in sorted(source.iterdir()):
+        _copy(each, root, target / each.name)
 
 
 def _arguments(folder: Path, readable: Sequence[Path], *, is_closed: bool) -> list[str]:

@@ -7,7 +7,7 @@ The harness and then the task's own tests run in a box (``box.py``), with the ta
 import asyncio
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ REWARDS = ("reward.json", "reward.txt")
 AGENT_OUTPUT, TEST_OUTPUT = "harness.txt", "test-stdout.txt"
 
 
-def read_tasks(path: Path, *, skip_run: bool = False) -> dict[str, HarborTask]:
-    """Read the tasks of a path by name.
+def read_tasks(path: Path, *, skip_run: bool = False, readable: Collection[str] = ()) -> dict[str, HarborTask]:
+    """Read the tasks of a path by name; see ``read_task``.
 
     Raises:
         InvalidSpec: there is none, or one cannot be played here.
     """
-    return {name: read_task(folder, skip_run=skip_run) for name, folder in task_folders(path).items()}
+    return {
+        name: read_task(folder, skip_run=skip_run, readable=readable) for name, folder in task_folders(path).items()
+    }
 
 
 def task_rows(tasks: Mapping[str, HarborTask]) -> Iterator[dict[str, Any]]:

@@ -8,10 +8,11 @@ Source: Harbor 0.26, ``models/task/config.py`` and ``models/task/paths.py``.
 
 import json
 import os
+import posixpath
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -25,6 +26,7 @@ CONFIG = "task.toml"
 WORKDIR = PurePosixPath("/app")
 """Where commands run if neither ``task.toml`` nor a Dockerfile says."""
 CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 AS_DONE = frozenset({"from", "cmd", "entrypoint", "label", "expose", "maintainer", "stopsignal", "volume"})
 """Instructions of a Dockerfile that say nothing about files, variables or the working directory."""
@@ -122,12 +124,13 @@ def task_folders(path: Path) -> dict[str, Path]:
     return {each.resolve().name: each.resolve() for each in found}
 
 
-def read_task(folder: Path, *, skip_run: bool = False) -> HarborTask:
+def read_task(folder: Path, *, skip_run: bool = False, readable: Collection[str] = ()) -> HarborTask:
     """Read a task.
 
     Args:
         folder: of it.
         skip_run: take what ``RUN`` would install as there already.
+        readable: variables of this process's environment that a task may name: it is somebody else's text.
 
     Raises:
         InvalidSpec: it is none, or needs what a box has not.
@@ -148,7 +151,7 @@ def read_task(folder: Path, *, skip_run: bool = False) -> HarborTask:
     image = read_image(folder / "environment", skip_run=skip_run)
     if config.environment.workdir:
         image.workdir = PurePosixPath("/") / config.environment.workdir
-    image.variables |= _resolved(folder.name, config.environment.env)
+    image.variables |= _resolved(folder.name, config.environment.env, readable)
     return HarborTask(
         folder.name,
         folder / "tests",
@@ -156,7 +159,7 @@ def read_task(folder: Path, *, skip_run: bool = False) -> HarborTask:
         image,
         config.agent.timeout_sec,
         config.verifier.timeout_sec or 600.0,
-        _resolved(folder.name, config.verifier.env),
+        _resolved(folder.name, config.verifier.env, readable),
         "no-network" in config.modes,
     )
 
@@ -181,15 +184,21 @@ def _wants(config: _Config, folder: Path) -> Iterator[tuple[str, bool]]:
     yield "tests without tests/test.sh", not (folder / "tests" / "test.sh").is_file()
 
 
-def _resolved(name: str, variables: Mapping[str, str]) -> dict[str, str]:
+def _resolved(name: str, variables: Mapping[str, str], readable: Collection[str]) -> dict[str, str]:
     """Put the values of this process's environment where a task names them, as ``${NAME}`` or ``${NAME:-default}``."""
 
     def value(found: re.Match[str]) -> str:
-        given = os.environ.get(found[1], found[2])
+        given = os.environ.get(found[1], found[2]) if found[1] in readable else found[2]
         if given is None:
-            raise InvalidSpec(f"Harbor task {name} needs the environment variable {found[1]}")
+            raise InvalidSpec(
+                f"Harbor task {name} asks for the environment variable {found[1]}: `--secret {found[1]}` lets tasks "
+                "read it" + ("" if found[1] in os.environ else ", and it is not set")
+            )
         return given
 
+    for key in variables:
+        if not NAME.fullmatch(key):
+            raise InvalidSpec(f"Harbor task {name} sets the environment variable {key!r}, which is no name")
     return {key: VARIABLE.sub(value, text) for key, text in variables.items()}
 
 
@@ -234,6 +243,9 @@ def _take(image: Image, name: str, rest: str, environment: Path, skip_run: bool)
     elif name == "env":
         words = shlex.split(rest)
         pairs = [word.split("=", 1) for word in words] if "=" in words[0] else [[words[0], " ".join(words[1:])]]
+        for key, _ in pairs:
+            if not NAME.fullmatch(key):
+                raise ValueError(f"{key!r} is no name of a variable")
         image.variables |= dict(pairs)
     elif name in {"copy", "add"}:
         image.copies += _copies(image.workdir, rest, environment)
@@ -254,7 +266,9 @@ def _copies(workdir: PurePosixPath, rest: str, environment: Path) -> Iterator[tu
     is_folder = target.endswith("/") or target in {".", "./"} or len(sources) > 1
     for source in sources:
         for path in _found(environment, source):
-            yield path, workdir / target / path.name if path.is_file() and is_folder else workdir / target
+            place = workdir / target / path.name if path.is_file() and is_folder else workdir / target
+            # As Docker does: nothing is above the root.
+            yield path, PurePosixPath("/" + posixpath.normpath(place).lstrip("/"))
 
 
 def _found(environment: Path, source: str) -> list[Path]:

@@ -40,7 +40,8 @@ def a_folder(path: Path, config: str = 'version = "1.0"', dockerfile: str | None
 
 
 def read(path: Path, config: str = "", dockerfile: str | None = None, *, skip_run: bool = False) -> HarborTask:
-    return read_task(a_folder(path / "hello", config, dockerfile), skip_run=skip_run)
+    folder = a_folder(path / "hello", config, dockerfile)
+    return read_task(folder, skip_run=skip_run, readable=["OF_THE_HOST", "NOT_THERE"])
 
 
 def test_a_task_is_what_its_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +173,28 @@ def test_rewards_are_read_as_harbor_reads_them(written: str, rewards: dict[str, 
 def test_what_is_no_number_is_no_reward(written: str) -> None:
     with pytest.raises(EpisodeLost):
         rewards_of(written, "reward.txt")
+
+
+def test_a_task_reads_no_variable_of_this_process_that_is_not_named_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_TOKEN", "secret")
+    folder = a_folder(tmp_path / "a", 'verifier.env = { A = "${FLOTILLA_TOKEN:-none}" }')
+    asking = a_folder(tmp_path / "b", 'verifier.env = { A = "${FLOTILLA_TOKEN}" }')
+
+    assert read_task(folder).verifier_variables == {"A": "none"}
+    with pytest.raises(InvalidSpec, match=r"task b asks for .* FLOTILLA_TOKEN: `--secret FLOTILLA_TOKEN`"):
+        read_task(asking)
+    assert read_task(asking, readable=["FLOTILLA_TOKEN"]).verifier_variables == {"A": "secret"}
+
+
+@pytest.mark.parametrize("config", ['verifier.env = { "A; id" = "1" }', 'environment.env = { "A B" = "1" }'])
+def test_a_variable_has_a_name(tmp_path: Path, config: str) -> None:
+    with pytest.raises(InvalidSpec, match="is no name"):
+        read(tmp_path, config)
+
+
+def test_no_copy_goes_above_the_root(tmp_path: Path) -> None:
+    task = read(tmp_path, dockerfile="COPY a.txt ../../../../etc/cron.d/a\n")
+
+    assert [str(place) for _, place in task.image.copies] == ["/etc/cron.d/a"]

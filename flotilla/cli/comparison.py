@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from flotilla.cli.points import Point, Points
 from flotilla.cli.progress import Progress
 
-Points = Sequence[tuple[int, int, float]]
 """(step, version, value) in the order of steps."""
 
 USUAL = (
@@ -63,7 +63,7 @@ class ComparedSetting(NamedTuple):
     values: list[Any]
 
 
-def common_step(several: Sequence[Points], at_most: int | None) -> int | None:
+def common_step(several: Sequence[Sequence[Point]], at_most: int | None) -> int | None:
     """Find the last step at which every series has a value; None where there is none.
 
     Args:
@@ -74,7 +74,7 @@ def common_step(several: Sequence[Points], at_most: int | None) -> int | None:
     return max((step for step in steps if at_most is None or step <= at_most), default=None)
 
 
-def value_at(points: Points, step: int) -> float | None:
+def value_at(points: Sequence[Point], step: int) -> float | None:
     """Value of a series at a step; None where it has none."""
     return next((value for known, _, value in points if known == step), None)
 
@@ -94,7 +94,7 @@ def compare_metrics(
     chosen = dict.fromkeys(name for pattern in patterns for name in names if fnmatchcase(name, pattern))
     found = []
     for name in chosen:
-        several = [run.series.get(name, []) for run in runs]
+        several = [run.series.get(name, Points()) for run in runs]
         shared = common_step(several, step)
         if shared is None:
             values = [_last_value(points, step) for points in several]
@@ -104,7 +104,7 @@ def compare_metrics(
     return found
 
 
-def _last_value(points: Points, at_most: int | None) -> float | None:
+def _last_value(points: Sequence[Point], at_most: int | None) -> float | None:
     values = [value for step, _, value in points if at_most is None or step <= at_most]
     return values[-1] if values else None
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flotilla.cli.points import Point, Points
 from flotilla.cli.progress import Progress
-
-Points = Sequence[tuple[int, int, float]]
 
 
 def write_plot(progress: Progress, path: Path) -> bool:
@@ -20,7 +19,7 @@ def write_plot(progress: Progress, path: Path) -> bool:
         return False
     axes = figure.add_subplot()
     learned, series = progress.learned
-    rewards = progress.series.get(series, [])
+    rewards = progress.series.get(series, Points())
     if rewards:
         _draw(axes, rewards, "-", lw=1, label=f"training {learned}")
     name, held_out, _ = progress.held_out
@@ -31,7 +30,7 @@ def write_plot(progress: Progress, path: Path) -> bool:
         axes.set(ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     lines = axes.get_lines()
-    lengths = progress.series.get("completion_tokens/mean", [])
+    lengths = progress.series.get("completion_tokens/mean", Points())
     if lengths:
         right = axes.twinx()
         _draw(right, lengths, ":", color="grey", lw=0.8, label="completion tokens (right)")
@@ -56,9 +55,9 @@ def write_comparison(runs: Mapping[str, Progress], path: Path) -> bool:
     names = {run.held_out.name for run in runs.values()}
     panels = figure.subplots(1, 3)
     for label, run in runs.items():
-        _draw(panels[0], run.series.get("reward/mean", []), "-", lw=1, label=label)
+        _draw(panels[0], run.series.get("reward/mean", Points()), "-", lw=1, label=label)
         _draw(panels[1], run.held_out.points, "o-", lw=1, ms=3, label=label)
-        _draw(panels[2], run.series.get("completion_tokens/mean", []), "-", lw=1, label=label)
+        _draw(panels[2], run.series.get("completion_tokens/mean", Points()), "-", lw=1, label=label)
     titles = ("training reward", f"held-out {' / '.join(sorted(names))}", "completion tokens")
     for axes, title in zip(panels, titles, strict=True):
         axes.set(xlabel="step", title=title)
@@ -68,7 +67,7 @@ def write_comparison(runs: Mapping[str, Progress], path: Path) -> bool:
     return True
 
 
-def _draw(axes: Any, points: Points, style: str, **options: Any) -> None:
+def _draw(axes: Any, points: Sequence[Point], style: str, **options: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)  # there is no half of a step
     axes.plot([step for step, _, _ in points], [value for _, _, value in points], style, **options)
 

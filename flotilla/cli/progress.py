@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flotilla.cli.health import finding_lines, one_line
+from flotilla.cli.points import Point, Points
 from flotilla.cli.stored import Source
 from flotilla.client.calls import PAGE
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint
@@ -32,7 +33,7 @@ class HeldOut(NamedTuple):
     """What held-out problems came to: its name, and (step, version, value) in the order of steps."""
 
     name: str
-    points: list[tuple[int, int, float]]
+    points: Sequence[Point]
     rows: Mapping[int, tuple[int, int]] = MappingProxyType({})
     """Rows with a grade, and all rows, by the step of an evaluation; none of a loss."""
 
@@ -67,7 +68,7 @@ class Progress:
     """
 
     view: ExperimentView
-    series: dict[str, list[tuple[int, int, float]]] = field(default_factory=dict)
+    series: dict[str, Points] = field(default_factory=dict)
     ledger: Ledger | None = None
     evaluation: Ledger = field(default_factory=Ledger)
     services: list[ServiceView] = field(default_factory=list)
@@ -83,19 +84,19 @@ class Progress:
 
     def mean_of_last(self, name: str, count: int) -> float | None:
         """Mean of the newest values of a series."""
-        points = self.series.get(name, [])[-count:]
+        points = self.series.get(name, Points())[-count:]
         return sum(value for _, _, value in points) / len(points) if points else None
 
     def greatest(self, name: str) -> float | None:
         """Largest value of a series."""
-        return max((value for _, _, value in self.series.get(name, [])), default=None)
+        return max((value for _, _, value in self.series.get(name, Points())), default=None)
 
     @property
     def held_out(self) -> "HeldOut":
         """What held-out problems came to over steps: an accuracy where every reward was 0 or 1."""
-        accuracy, reward = (self.series.get(f"evaluation/{name}", []) for name in ("accuracy", "reward_mean"))
+        accuracy, reward = (self.series.get(f"evaluation/{name}", Points()) for name in ("accuracy", "reward_mean"))
         graded, asked = (
-            {step: int(value) for step, _, value in self.series.get(f"evaluation/{name}", [])}
+            {step: int(value) for step, _, value in self.series.get(f"evaluation/{name}", Points())}
             for name in ("num_graded_rows", "num_rows")
         )
         rows = {step: (graded[step], asked[step]) for step in graded if step in asked}
@@ -104,9 +105,9 @@ class Progress:
         return found if found.points else HeldOut("loss", self.held_out_loss)
 
     @property
-    def held_out_loss(self) -> list[tuple[int, int, float]]:
+    def held_out_loss(self) -> Sequence[Point]:
         """The loss on held-out rows that hold answers, over steps."""
-        return self.series.get("held_out/loss", [])
+        return self.series.get("held_out/loss", Points())
 
     @property
     def learned(self) -> tuple[str, str]:
@@ -173,11 +174,8 @@ class Progress:
                 return
 
     def _add(self, point: MetricPoint) -> None:
-        points = self.series.setdefault(point.name, [])
         # A replayed step replaces what the crashed trainer had said of it.
-        while points and points[-1][0] >= point.step:
-            points.pop()
-        points.append((point.step, point.version, point.value))
+        self.series.setdefault(point.name, Points()).put(point.step, point.version, point.value)
 
 
 def number(value: float | None, form: str = ".3f") -> str:

@@ -9,6 +9,7 @@ import pytest
 from flotilla.cli.__main__ import main
 from flotilla.cli.comparison import common_step, compare_metrics, compare_specs, remarks
 from flotilla.cli.exit_codes import ExitCode
+from flotilla.cli.points import Points
 from flotilla.cli.progress import Progress
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 from tests.unit.cli.gateway import ScriptedGateway, serve
@@ -19,7 +20,9 @@ PNG = b"\x89PNG"
 
 
 def a_run(**series: list[tuple[int, float]]) -> Progress:
-    named = {name.replace("_", "/"): [(step, step, value) for step, value in points] for name, points in series.items()}
+    named = {
+        name.replace("_", "/"): Points((step, step, value) for step, value in points) for name, points in series.items()
+    }
     return Progress(a_view(), series=named)
 
 

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from flotilla.cli import following
+from flotilla.cli.points import Points
 from flotilla.cli.progress import Pace, Progress, duration, live_line, live_view
 from flotilla.cli.summary import summarise, summary_table
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
@@ -237,7 +238,7 @@ async def test_a_summary_of_a_run_that_failed_begins_with_why_and_shows_nothing_
 async def test_a_summary_says_what_its_reward_is_the_mean_of() -> None:
     progress = await refreshed([point("reward/mean", step, step / 10) for step in range(1, 8)])
     progress.ledger = Ledger(filtered={"zero_spread": 3}, trained=4, issued=7)
-    progress.series["lag/max"] = [(1, 1, 1.0)]
+    progress.series["lag/max"] = Points([(1, 1, 1.0)])
 
     lines = shown_to_a_person(progress)
 

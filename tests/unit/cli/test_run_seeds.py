@@ -13,6 +13,7 @@ from flotilla.cli.command_line import build_parser
 from flotilla.cli.commands import run_seeds
 from flotilla.cli.commands.run_seeds import launches_of
 from flotilla.cli.continuing import continue_command
+from flotilla.cli.points import Points
 from flotilla.cli.progress import Progress
 from flotilla.cli.run_directory import RunDirectory
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
@@ -82,7 +83,7 @@ def test_the_figures_are_kept_and_one_failed_seed_fails_the_command(
 ) -> None:
     def a_run(seed: int, reward: float, state: ExperimentState) -> Progress:
         view = a_view(id=f"tiny-seed-{seed}", state=state, spec={"name": f"tiny-seed-{seed}", "seed": seed})
-        return Progress(view, series={"reward/mean": [(4, 4, reward)]})
+        return Progress(view, series={"reward/mean": Points([(4, 4, reward)])})
 
     runs = [a_run(0, 0.25, ExperimentState.COMPLETED), a_run(1, 0.75, ExperimentState.COMPLETED)]
     assert run_seeds.report(runs, tmp_path, 61.0) == 0

@@ -1,11 +1,35 @@
 """Ending a block when something happens elsewhere, as ``asyncio.timeout`` does; and not ending what must not be."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
+
+
+class _Block:
+    """The part of a task that may be cancelled for a reason of ours. ``error`` says it in place of the cancellation."""
+
+    def __init__(self, error: Exception) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._error = task, error
+        self._cancellations, self._is_cancelled = task.cancelling(), False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, ended: BaseException | None, _trace: object) -> None:
+        # Like asyncio.timeout: the cancellation is taken back, and becomes an error only where there is no other.
+        is_ours = self._is_cancelled and self._task.uncancel() <= self._cancellations
+        if is_ours and isinstance(ended, asyncio.CancelledError):
+            raise self._error from ended
+
+    def cancel(self) -> None:
+        """Cancel it; not from within itself."""
+        self._is_cancelled = True
+        self._task.cancel()
 
 
 @asynccontextmanager
@@ -20,29 +44,55 @@ async def cancelled_by(event: Callable[[], Awaitable[object]], error: Exception,
     Raises:
         Exception: ``error``, if the block was cancelled for the event. A cancellation from outside stays one.
     """
-    block = asyncio.current_task()
-    assert block is not None
-    cancellations, has_happened = block.cancelling(), False
+    with _Block(error) as block:
 
-    async def wait() -> None:
-        nonlocal has_happened
-        await event()
-        has_happened = True
-        block.cancel()
+        async def wait() -> None:
+            await event()
+            block.cancel()
 
-    try:
         waiting = asyncio.create_task(wait(), name=name)
         try:
             yield
         finally:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-    except BaseException as ended:
-        # Like asyncio.timeout: the cancellation is taken back, and becomes an error only where there is no other.
-        is_ours = has_happened and block.uncancel() <= cancellations
-        if is_ours and isinstance(ended, asyncio.CancelledError):
-            raise error from ended
-        raise
+
+
+class Happening(asyncio.Event):
+    """An event that cancels blocks as well, and costs them no task that waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], object]] = []
+
+    def set(self) -> None:
+        """Let it happen."""
+        super().set()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    @contextmanager
+    def cancelling(self, error: Exception) -> Iterator[None]:
+        """Cancel the block once this happens; see ``cancelled_by``."""
+        handles: list[asyncio.Handle] = []
+        with _Block(error) as block:
+
+            def call() -> None:
+                # Soon: the block itself may let it happen, and end before it could be cancelled.
+                handles.append(asyncio.get_running_loop().call_soon(block.cancel))
+
+            if self.is_set():
+                call()
+            else:
+                self._calls.append(call)
+            try:
+                yield
+            finally:
+                if call in self._calls:
+                    self._calls.remove(call)
+                for handle in handles:
+                    handle.cancel()
 
 
 async def until_done(work: "asyncio.Future[Any]") -> None:

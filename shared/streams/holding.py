@@ -5,7 +5,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from flotilla.shared.concurrency.cancelling import cancelled_by
 from flotilla.shared.errors import ClaimLost
 from flotilla.shared.streams.hop import Claim, Hop, Renewal
 
@@ -47,8 +46,6 @@ async def holding(hop: Hop, claim: Claim) -> AsyncIterator[Renewal]:
         ClaimLost: the block was cancelled for that. A cancellation from outside stays one.
     """
     lost = ClaimLost(f"entry {claim.entry_id} of the hop {hop.name.value} is held no more")
-    async with (
-        hop.renewing(claim) as renewal,
-        cancelled_by(renewal.lost.wait, lost, name=f"watch {claim.entry_id}"),
-    ):
-        yield renewal
+    async with hop.renewing(claim) as renewal:
+        with renewal.lost.cancelling(lost):
+            yield renewal

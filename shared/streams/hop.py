@@ -24,6 +24,7 @@ from typing import Protocol
 
 from pydantic import Field
 
+from flotilla.shared.concurrency.cancelling import Happening
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.task import Lane, Task
@@ -243,7 +244,7 @@ class Renewal:
     """What the renewal of some claims has found out so far."""
 
     def __init__(self) -> None:
-        self.lost = asyncio.Event()
+        self.lost = Happening()
         """Set once any of the claims is held no more: the holder should stop its work."""
         self.lost_claims: list[Claim] = []
 
@@ -407,22 +408,29 @@ async def renewing(hop: Hop, claims: Sequence[Claim]) -> AsyncIterator[Renewal]:
     meanwhile, and only its answer says whether they were lost.
     """
     renewal = Renewal()
-    task = asyncio.create_task(_keep_renewing(hop, list(claims), renewal), name=f"renew {hop.name.value}")
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        tasks.append(asyncio.create_task(_keep_renewing(hop, list(claims), renewal), name=f"renew {hop.name.value}"))
+
+    # Most work ends long before: a timer costs it less than a task.
+    first = asyncio.get_running_loop().call_later(hop.lease_seconds / 3, begin)
     try:
         yield renewal
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        first.cancel()
+        for task in tasks:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def _keep_renewing(hop: Hop, held: list[Claim], renewal: Renewal) -> None:
     while held:
-        await asyncio.sleep(hop.lease_seconds / 3)
+        lost: list[Claim] = []
         try:
             lost = await hop.renew(held)
         except Unavailable as error:
             log.warning("claims cannot be renewed now", extra={"hop": hop.name.value, "error": error.detail})
-            continue
         except Exception:
             # Nobody awaits this task before the block ends: say it now, and let the holder stop.
             log.exception("renewal ended", extra={"hop": hop.name.value})
@@ -432,6 +440,7 @@ async def _keep_renewing(hop: Hop, held: list[Claim], renewal: Renewal) -> None:
             renewal.lost_claims.extend(lost)
             renewal.lost.set()
             held = [claim for claim in held if claim not in lost]
+        await asyncio.sleep(hop.lease_seconds / 3)
 
 
 class StreamsConfig(Config):

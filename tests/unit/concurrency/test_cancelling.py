@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from flotilla.shared.concurrency.cancelling import cancelled_by, to_the_end, until_done
+from flotilla.shared.concurrency.cancelling import Happening, cancelled_by, to_the_end, until_done
 
 
 class TooLate(Exception):
@@ -48,6 +48,55 @@ async def test_a_block_that_ends_by_itself_leaves_nobody_waiting(outcome: str) -
             if outcome == "raises":
                 raise KeyError
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before the block", "within it"])
+async def test_what_happens_ends_the_block_without_a_task_that_waits_for_it(is_before: bool) -> None:
+    happening, before = Happening(), asyncio.all_tasks()
+    if is_before:
+        happening.set()
+    else:
+        asyncio.get_running_loop().call_later(0.001, happening.set)
+    with pytest.raises(TooLate), happening.cancelling(TooLate()):
+        assert asyncio.all_tasks() == before
+        await asyncio.Event().wait()
+    current = asyncio.current_task()
+    assert current is not None and not current.cancelling()
+
+
+async def test_a_block_that_lets_it_happen_and_ends_is_not_cancelled_later() -> None:
+    happening = Happening()
+    with happening.cancelling(TooLate()):
+        happening.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with happening.cancelling(TooLate()):
+        pass
+    await asyncio.sleep(0)
+
+
+async def test_what_happens_beside_a_cancellation_from_outside_leaves_it_one() -> None:
+    happening, is_within = Happening(), asyncio.Event()
+
+    async def work() -> None:
+        with happening.cancelling(TooLate()):
+            is_within.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await is_within.wait()
+    happening.set()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_error_of_the_block_is_told_whatever_happens() -> None:
+    happening = Happening()
+    with pytest.raises(KeyError), happening.cancelling(TooLate()):
+        happening.set()
+        raise KeyError
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("times", [1, 3])

@@ -57,6 +57,19 @@ async def test_a_claim_counts_as_held_until_the_server_says_otherwise() -> None:
                 await asyncio.Event().wait()
 
 
+async def test_a_claim_is_held_without_a_task_until_it_is_to_be_renewed() -> None:
+    hop, claim = await a_claim(0.03)
+    before = asyncio.all_tasks()
+
+    async with holding(hop, claim):
+        assert asyncio.all_tasks() == before
+        async with asyncio.timeout(5):
+            while asyncio.all_tasks() == before:
+                await asyncio.sleep(0.001)
+
+    assert asyncio.all_tasks() == before
+
+
 async def test_a_renewal_that_breaks_stops_the_holder() -> None:
     hop, claim = await a_claim(0.03)
     renewer = Renewer(hop, RuntimeError("a bug"))

@@ -4,6 +4,9 @@ redis-py's asyncio connections join the parts of a command in Python, which take
 entry of a few kilobytes; its blocking connections use hiredis, and so do these. It copies a large argument three times:
 into the command, into one string with the other commands, and what the socket does not take at once into the
 transport's buffer. Here it is handed to the socket as it is, in pieces that the socket takes.
+
+Around each command redis-py asks its retries, its telemetry and its listeners, forty calls of which none does anything
+for us; here a command is sent and its answer read.
 """
 
 import asyncio
@@ -18,7 +21,8 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import hiredis
-from redis.asyncio import Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio import Connection, ConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -134,6 +138,50 @@ PACKING: dict[type, type] = {
 """redis-py's connection -> ours."""
 
 
+class PlainPool(ConnectionPool):
+    """Gives connections that are ready, as redis-py's pool does."""
+
+    async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> AbstractConnection:
+        """Take one out of the pool, connected, with nothing to read; see ``ConnectionPool.get_connection``."""
+        connection = self.get_available_connection()
+        try:
+            if not await _is_ready(connection):
+                await self.ensure_connection(connection)
+        except BaseException:
+            await self.release(connection)
+            raise
+        return connection
+
+    async def release(self, connection: AbstractConnection) -> None:
+        """Put it back; see ``ConnectionPool.release``."""
+        try:
+            if connection.should_reconnect():
+                await connection.disconnect()
+        finally:
+            self._in_use_connections.remove(connection)
+            self._available_connections.append(connection)
+
+
+async def _is_ready(connection: AbstractConnection) -> bool:
+    try:
+        return connection.is_connected and not await connection.can_read()
+    except (RedisConnectionError, OSError):
+        return False
+
+
+class PlainRedis(Redis):
+    """Sends a command and reads its answer. The connection of one that breaks off is closed by the connection itself."""
+
+    async def execute_command(self, *arguments: Any, **options: Any) -> Any:
+        """See ``Redis.execute_command``."""
+        connection = await self.connection_pool.get_connection()
+        try:
+            await connection.send_command(*arguments)
+            return await self.parse_response(connection, arguments[0], **options)
+        finally:
+            await self.connection_pool.release(connection)
+
+
 MINIMUM_VERSION = (6, 2)
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 15.0
@@ -202,7 +250,7 @@ def connect(url: str) -> Redis:
     is_local = url.startswith("unix:")
     keeping = {} if is_local else {"socket_keepalive": True, "socket_keepalive_options": TCP_OPTIONS}
     try:
-        client = Redis.from_url(
+        pool = PlainPool.from_url(
             url,
             protocol=2,
             decode_responses=False,
@@ -219,8 +267,8 @@ def connect(url: str) -> Redis:
             "the address of a Redis server (FLOTILLA_REDIS_URL) is written redis://[:PASSWORD@]HOST:PORT/DB, "
             "rediss://... or unix://[:PASSWORD@]PATH?db=DB"
         ) from None
-    client.connection_pool.connection_class = PACKING[client.connection_pool.connection_class]
-    return client
+    pool.connection_class = PACKING[pool.connection_class]
+    return PlainRedis.from_pool(pool)
 
 
 def _certificates(url: str) -> dict[str, str]:

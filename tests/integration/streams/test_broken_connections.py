@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.streams.admission import IssueOutcome
@@ -219,3 +220,28 @@ async def test_a_server_that_is_away_is_unavailable_after_the_deadline(tmp_path:
         with pytest.raises(Unavailable):
             await call
     await client.aclose()
+
+
+async def test_a_connection_is_used_again_unless_it_is_closed(redis_url: str) -> None:
+    async with connect(redis_url) as client, connect(redis_url) as other:
+        own = await client.client_id()
+        with pytest.raises(ResponseError):
+            await client.execute_command("NONE")
+        assert await client.client_id() == own, "a refusal is an answer"
+
+        assert await other.execute_command("CLIENT", "KILL", "ID", own) == 1
+        await asyncio.sleep(0.05)
+
+        assert await client.client_id() != own
+
+
+async def test_an_answer_that_nobody_waited_for_is_no_other_commands(redis_url: str, experiment_id: str) -> None:
+    async with connect(redis_url) as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await client.execute_command("BLPOP", experiment_id, 0.1)
+        await asyncio.sleep(0.1)
+
+        assert [await client.execute_command("ECHO", str(number)) for number in range(3)] == [b"0", b"1", b"2"]
+        at_once = await asyncio.gather(*(client.execute_command("ECHO", str(number)) for number in range(32)))
+        assert at_once == [str(number).encode() for number in range(32)]

@@ -6,7 +6,7 @@ policy version under which it was sampled.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from statistics import fmean
 from typing import Any
@@ -113,6 +113,12 @@ class Trajectory:
         sampled: npt.NDArray[np.int64] = self.token_versions()[self.loss_mask.astype(bool)]
         return sampled
 
+    def run_versions(self) -> list[int]:
+        """List the version of each run of ``versions`` that has a sampled token."""
+        ends: list[int | None] = [*(start for start, _ in self.versions[1:]), None]
+        runs = zip(self.versions, ends, strict=True)
+        return [version for (start, version), end in runs if np.count_nonzero(self.loss_mask[start:end])]
+
     def graded(
         self,
         status: GradeStatus,
@@ -158,8 +164,17 @@ class Trajectory:
 
     def timed(self, name: str, seconds: float) -> "Trajectory":
         """Make a copy with one more of the timings."""
-        values = [get(self) for get in _GETTERS]
-        values[_TIMINGS] = {**self.timings, name: seconds}
+        return self._changed((_TIMINGS, {**self.timings, name: seconds}))
+
+    def sampled_by(self, rollout: str | None, pool: str | None) -> "Trajectory":
+        """Make a copy that says who sampled it, unless somebody else had begun it, and whose pool sampled the rest."""
+        return self._changed((_ROLLOUT, self.rollout if self.resumed_tokens else rollout), (_POOL, pool))
+
+    def _changed(self, *changes: tuple[int, Any]) -> "Trajectory":
+        """Make a copy with other values of some fields, by their numbers; unchecked."""
+        values = list(_values(self))
+        for number, value in changes:
+            values[number] = value
         return _assembled(*values)
 
     def has_sampled_of(self, other: "Trajectory") -> bool:
@@ -260,8 +275,9 @@ class Trajectory:
 
 
 _SETTERS = tuple(getattr(Trajectory, each.name).__set__ for each in fields(Trajectory))
-_GETTERS = tuple(attrgetter(each.name) for each in fields(Trajectory))
-_TIMINGS = [each.name for each in fields(Trajectory)].index("timings")
+_NAMES = [each.name for each in fields(Trajectory)]
+_values = attrgetter(*_NAMES)
+_TIMINGS, _ROLLOUT, _POOL = map(_NAMES.index, ("timings", "rollout", "pool"))
 
 
 def _assembled(*values: Any) -> Trajectory:
@@ -302,10 +318,8 @@ class Group:
 
     def version_range(self) -> tuple[int, int]:
         """Find the oldest and the newest version that sampled a token; ``min_version`` twice if none was sampled."""
-        sampled = [versions for t in self.trajectories if (versions := t.sampled_versions()).size]
-        if not sampled:
-            return self.task.min_version, self.task.min_version
-        return min(int(v.min()) for v in sampled), max(int(v.max()) for v in sampled)
+        versions = [version for each in self.trajectories for version in each.run_versions()]
+        return (min(versions), max(versions)) if versions else (self.task.min_version, self.task.min_version)
 
     def timed(self, name: str, now: float) -> "Group":
         """Record in each trajectory how long ago the task was issued; the same group where nobody recorded that.
@@ -314,18 +328,17 @@ class Group:
             name: of the timing.
             now: seconds since the epoch.
         """
-        if not self.task.issued_at:
+        if not (since := self.since_issue(name, now)):
             return self
-        seconds = max(0.0, now - self.task.issued_at)
-        return Group(self.task, tuple(each.timed(name, seconds) for each in self.trajectories), self.prompt)
+        return Group(self.task, tuple([each.timed(name, since[name]) for each in self.trajectories]), self.prompt)
+
+    def since_issue(self, name: str, now: float) -> dict[str, float]:
+        """Give how long ago the task was issued, by the name of the timing; nothing where nobody recorded that."""
+        return {name: max(0.0, now - self.task.issued_at)} if self.task.issued_at else {}
 
     def sampled_by(self, rollout: str | None, pool: str | None = None) -> "Group":
         """Record who sampled the trajectories that nobody else has begun, and whose pool sampled the rest of all."""
-        own = (
-            replace(each, rollout=each.rollout if each.resumed_tokens else rollout, pool=pool)
-            for each in self.trajectories
-        )
-        return Group(self.task, tuple(own), self.prompt)
+        return Group(self.task, tuple([each.sampled_by(rollout, pool) for each in self.trajectories]), self.prompt)
 
     def rewards(self) -> list[float]:
         """List the rewards of the scored trajectories, a baseline's left out."""
@@ -333,6 +346,8 @@ class Group:
 
     def episode_rewards(self) -> list[float]:
         """List the same by episode: one of several branches has their mean, of equal rewards exactly that reward."""
+        if all(each.episode is None for each in self.trajectories):
+            return self.rewards()
         found: dict[object, list[float]] = {}
         for number, each in enumerate(self.trajectories):
             if each.reward is not None and not each.is_baseline:

@@ -116,14 +116,13 @@ def graded_header(group: Group, sampled: EntryHeader) -> EntryHeader:
 
 def group_header(group: Group, created_at: float | None = None) -> EntryHeader:
     """Describe a group; ``created_at`` defaults to now."""
-    counts = [trajectory.num_sampled for trajectory in group.trajectories]
-    oldest, newest = _version_range(group, counts)
+    oldest, newest = group.version_range()
     mean, spread = _moments(group.rewards())
     return EntryHeader(
         schema=GROUP_SCHEMA,
         group_id=group.task.group_id,
         size=len(group.trajectories),
-        token_count=sum(counts),
+        token_count=group.num_sampled,
         oldest_version=oldest,
         newest_version=newest,
         reward_mean=mean,
@@ -139,17 +138,6 @@ def _moments(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     # Plain arithmetic: numpy and statistics take longer to start than a handful of rewards to sum.
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.sqrt(math.fsum([(reward - mean) ** 2 for reward in rewards]) / len(rewards))
-
-
-def _version_range(group: Group, counts: Sequence[int]) -> tuple[int, int]:
-    """Find what ``Group.version_range`` finds, at once where each trajectory was sampled by one version."""
-    versions = []
-    for trajectory, count in zip(group.trajectories, counts, strict=True):
-        if len(trajectory.versions) > 1:
-            return group.version_range()
-        if count:
-            versions.append(trajectory.versions[0][1])
-    return (min(versions), max(versions)) if versions else group.version_range()
 
 
 def encode_task(task: Task, partials: Partials = ()) -> bytes:

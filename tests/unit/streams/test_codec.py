@@ -112,15 +112,17 @@ def test_a_header_spans_the_versions_that_sampled() -> None:
 
 
 @pytest.mark.parametrize("versions", [(3, 5), (5, 3), (4, 4)])
-def test_a_header_agrees_with_the_group_about_versions(versions: tuple[int, int]) -> None:
+def test_a_header_agrees_with_the_tokens_about_versions(versions: tuple[int, int]) -> None:
     task = a_task(0, min_version=2)
     first, second = (a_trajectory(version=version) for version in versions)
     unsampled = a_trajectory(version=9, sampled_tokens=0)
+    handed_over = a_trajectory(prompt_tokens=2, sampled_tokens=4, versions=((0, 1), (2, 6), (4, 8)))
 
-    for trajectories in ((first, second), (first, unsampled), (unsampled,)):
-        group = Group(task, trajectories)
-        header = group_header(group)
-        assert (header.oldest_version, header.newest_version) == group.version_range()
+    for trajectories in ((first, second), (first, unsampled), (unsampled,), (first, handed_over), (handed_over,)):
+        header = group_header(Group(task, trajectories))
+        sampled = np.concatenate([each.sampled_versions() for each in trajectories])
+        expected = (sampled.min(), sampled.max()) if sampled.size else (2, 2)
+        assert (header.oldest_version, header.newest_version) == expected
 
 
 def test_a_fresh_task_has_the_header_that_any_task_has() -> None:

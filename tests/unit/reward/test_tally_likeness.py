@@ -1,9 +1,22 @@
 """Answers that nearly repeat each other are found, and short or different ones are not."""
 
+import zlib
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flotilla.services.reward import tally as module
-from flotilla.services.reward.tally import ALIKE, MOST_MEMBERS, Sketch, alike_pair, are_alike, likeness, sketch_of
+from flotilla.services.reward.tally import (
+    ALIKE,
+    MOST_MEMBERS,
+    SKETCH,
+    Sketch,
+    alike_pair,
+    are_alike,
+    likeness,
+    sketch_of,
+)
 
 STORY = "first we add the apples of both baskets and then we take away those that were eaten, so that is what is left"
 
@@ -38,6 +51,24 @@ def test_different_or_short_or_few_alike_answers_are_none() -> None:
     assert alike_pair([other(1)]) is None
 
 
+@pytest.mark.parametrize("text", [STORY, f"grüne {STORY} Äpfel – 7  €\n", "１ ２ " * 30 + STORY])
+def test_a_sketch_is_made_of_the_runs_of_three_words(text: str) -> None:
+    words = text.split()
+    runs = {zlib.crc32(" ".join(words[at : at + 3]).encode()) for at in range(len(words) - 2)}
+
+    assert sketch_of(text) == frozenset(sorted(runs)[:SKETCH])
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=7))
+def test_a_pair_is_found_where_most_members_are_like_one_before_them(kinds: list[int]) -> None:
+    """Compared with every pair looked at; kind 0 is too short to tell."""
+    texts = ["#### 4" if kind == 0 else other(kind) for kind in kinds]
+    alike = [(kinds.index(kind), place) for place, kind in enumerate(kinds) if kind and kind in kinds[:place]]
+
+    assert alike_pair(texts) == (alike[0] if len(alike) > (len(kinds) - 1) / 2 else None)
+
+
 def test_of_a_large_group_a_bounded_number_of_members_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 
@@ -48,7 +79,8 @@ def test_of_a_large_group_a_bounded_number_of_members_is_compared(monkeypatch: p
     monkeypatch.setattr(module, "are_alike", counted)
 
     assert alike_pair([other(n) for n in range(4 * MOST_MEMBERS)]) is None
-    assert len(compared) == MOST_MEMBERS * (MOST_MEMBERS - 1) // 2
+    half = MOST_MEMBERS // 2
+    assert len(compared) == half * (half + 1) // 2, "until the others could no longer be most"
     assert alike_pair([other(1)] * (4 * MOST_MEMBERS)) == (0, 1)
 
 

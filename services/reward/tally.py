@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import fsum
+from operator import eq
 
 from flotilla.services.reward.audit import Audit
 from flotilla.shared.schemas.health import (
@@ -147,10 +148,10 @@ class GradingTally:
             self._alike = tuple(excerpt(group, group.trajectories[member]) for member in pair)
         self._count("filtered_groups", is_filtered)
         self._count("signalless_groups", is_flat or is_filtered)
-        for trajectory in group.trajectories:
-            self._add_sample(trajectory)
-            if trajectory.reward is None:
-                self.last_ungraded = excerpt(group, trajectory)
+        self._add_samples(group.trajectories)
+        ungraded = [trajectory for trajectory in group.trajectories if trajectory.reward is None]
+        if ungraded:
+            self.last_ungraded = excerpt(group, ungraded[-1])
         self._keep(group)
         self._add_source(group, teaches_nothing=is_flat or is_filtered)
         if self.keeps_outcomes and rewards:
@@ -173,21 +174,24 @@ class GradingTally:
             shown = excerpt(group, group.trajectories[member]).model_copy(update={"audit_reward": second})
             self._audited = (*self._audited, shown)[-MOST_AUDITED:]
 
-    def _add_sample(self, trajectory: Trajectory) -> None:
-        self._count("samples")
-        self._count("truncated", trajectory.finish_reason.is_truncation)
-        self._count("empty", not any(turn.text.strip() for turn in trajectory.turns) and not trajectory.text.strip())
-        self._count("answered", trajectory.answer is not None)
-        if trajectory.status is GradeStatus.ERROR:
-            self._count("errors")
-            self.last_error = (trajectory.reason or "")[:LONGEST_WORDS]
-            self._count("label_errors", any(word in self.last_error for word in LABEL_WORDS))
-        if trajectory.reward is not None:
-            self._count("scored")
-            self._count("repeated", trajectory.reward == self.last_reward)
-            self.last_reward = reward = trajectory.reward
-            self.highest_reward = reward if self.highest_reward is None else max(reward, self.highest_reward)
-            self.lowest_reward = reward if self.lowest_reward is None else min(reward, self.lowest_reward)
+    def _add_samples(self, members: Sequence[Trajectory]) -> None:
+        self._count("samples", len(members))
+        self._count("truncated", sum(each.finish_reason.is_truncation for each in members))
+        self._count("empty", sum(map(_is_empty, members)))
+        self._count("answered", sum(each.answer is not None for each in members))
+        for failed in members:
+            if failed.status is GradeStatus.ERROR:
+                self._count("errors")
+                self.last_error = (failed.reason or "")[:LONGEST_WORDS]
+                self._count("label_errors", any(word in self.last_error for word in LABEL_WORDS))
+        rewards = [each.reward for each in members if each.reward is not None]
+        if not rewards:
+            return
+        self._count("scored", len(rewards))
+        self._count("repeated", sum(map(eq, rewards, [self.last_reward, *rewards])))
+        self.last_reward = rewards[-1]
+        self.highest_reward = max(rewards if self.highest_reward is None else [self.highest_reward, *rewards])
+        self.lowest_reward = min(rewards if self.lowest_reward is None else [self.lowest_reward, *rewards])
 
     def _add_source(self, group: Group, *, teaches_nothing: bool) -> None:
         name = group.task.data_source
@@ -200,8 +204,8 @@ class GradingTally:
             sample=excerpt(group, group.trajectories[0]) if teaches_nothing else known.sample,
         )
 
-    def _count(self, name: str, happened: bool = True) -> None:
-        self.counts[name] = self.counts.get(name, 0) + happened
+    def _count(self, name: str, number: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + number
 
     def _keep(self, group: Group) -> None:
         """Keep the best and the worst of the newest group, or one of the last two groups where all are alike."""
@@ -232,6 +236,10 @@ class GradingTally:
             outcomes=tuple(self._outcomes),
             **self.counts,
         )
+
+
+def _is_empty(trajectory: Trajectory) -> bool:
+    return not trajectory.text.strip() and not any(turn.text.strip() for turn in trajectory.turns)
 
 
 def excerpt(group: Group, trajectory: Trajectory) -> SampleExcerpt:

@@ -135,27 +135,29 @@ class RewardConsumer:
             self._arranged.clear()
 
     async def _dispatch(self, lane: RewardLane, tasks: asyncio.TaskGroup) -> None:
-        room = asyncio.Semaphore(self._concurrency)
+        in_work, has_room = 0, asyncio.Event()
+
+        def ended(_: asyncio.Task[None]) -> None:
+            nonlocal in_work
+            in_work -= 1
+            has_room.set()
+
         while True:
             await self._claiming.wait()
-            await room.acquire()
-            wanted = 1
-            while wanted < self._concurrency and not room.locked():
-                await room.acquire()
-                wanted += 1
-            claims: list[Claim] = []
+            while in_work >= self._concurrency:
+                has_room.clear()
+                await has_room.wait()
             try:
-                claims = await lane.hop.claim(count=wanted, wait_seconds=CLAIM_WAIT_SECONDS)
+                claims = await lane.hop.claim(count=self._concurrency - in_work, wait_seconds=CLAIM_WAIT_SECONDS)
             except FlotillaError as error:
                 log.warning("groups cannot be claimed", extra={"lane": lane.name, "error": repr(error)})
                 await asyncio.sleep(CLAIM_WAIT_SECONDS)
-            finally:
-                for _ in range(wanted - len(claims)):
-                    room.release()
+                continue
+            in_work += len(claims)
             for claim in claims:
                 self._arranged[claim] = lane.hop
                 answer = tasks.create_task(self._grade(lane, claim), name=f"grade {claim.entry_id}")
-                answer.add_done_callback(lambda _: room.release())
+                answer.add_done_callback(ended)
 
     async def _grade(self, lane: RewardLane, claim: Claim) -> None:
         del self._arranged[claim]

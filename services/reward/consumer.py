@@ -217,8 +217,8 @@ class RewardConsumer:
                 self.last_error = grade.reason
             else:
                 self.graded_samples += 1
-        graded = with_grades(group, grades, time.perf_counter() - started, used_names(self._rules_of(group)))
-        return graded.timed("graded_after_seconds", time.time())
+        seconds, kept = time.perf_counter() - started, used_names(self._rules_of(group))
+        return with_grades(group, grades, seconds, kept, now=time.time())
 
     def _rules_of(self, group: Group) -> RewardConfig:
         return with_rules(self._config, group.task.settings)

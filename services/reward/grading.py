@@ -7,8 +7,9 @@ from typing import Any, Final
 from flotilla.services.reward.verifiers.base import LONGEST_ANSWER, Verifier
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
-from flotilla.shared.schemas.grading import Grade, GradingMessage, GradingSample, GradingTurn
+from flotilla.shared.schemas.grading import MEASURED, Grade, GradingMessage, GradingSample, GradingTurn, encodable
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
+from flotilla.shared.schemas.wire import assembled
 from flotilla.shared.telemetry.tracing.recording import group_span
 
 WEIGHT: Final = re.compile(r"reward\.components\.(\d+)\.weight")
@@ -21,15 +22,14 @@ async def grades_of(verifier: Verifier, group: Group) -> list[Grade]:
     """Grade what can be graded of a group; one grade for each trajectory."""
     samples = grading_samples(group)
     wanted = [index for index, trajectory in enumerate(group.trajectories) if is_gradable(trajectory)]
-    grades = [ungraded(trajectory) for trajectory in group.trajectories]
+    grades = {n: ungraded(each) for n, each in enumerate(group.trajectories) if not is_gradable(each)}
     if wanted:
         if (faults := armed()) is not None:
             await faults.reach(Site.REWARD_SCORE)
         with group_span("reward", group.task, {"flotilla.samples": len(wanted)}):
             scored = await verifier.score([samples[index] for index in wanted])
-        for index, grade in zip(wanted, scored, strict=True):
-            grades[index] = grade
-    return grades
+        grades |= dict(zip(wanted, scored, strict=True))
+    return [grades[index] for index in range(len(grades))]
 
 
 def weights_in(settings: Mapping[str, Any]) -> dict[int, float]:
@@ -39,29 +39,44 @@ def weights_in(settings: Mapping[str, Any]) -> dict[int, float]:
 
 def grading_samples(group: Group) -> list[GradingSample]:
     """Make what a verifier sees of each trajectory."""
-    messages = tuple(GradingMessage(role=each.role, content=each.content) for each in group.task.messages)
+    task = group.task
+    whole = GradingSample(
+        id="",
+        prompt=group.prompt,
+        messages=tuple(GradingMessage(role=each.role, content=each.content) for each in task.messages),
+        response="",
+        label=task.label,
+        data_source=task.data_source,
+        metadata=dict(task.metadata),
+    )
+    # What the task says of each is checked once.
+    values = dict(whole)
     return [
-        GradingSample(
-            id=f"{group.task.group_id}/{index}",
-            prompt=group.prompt,
-            messages=messages,
-            response=trajectory.text,
-            label=group.task.label,
-            data_source=group.task.data_source,
-            metadata=dict(group.task.metadata),
-            turns=tuple(
-                GradingTurn(observation=turn.observation, response=turn.text, reward=turn.reward)
-                for turn in trajectory.turns
-            ),
-            finish_reason=trajectory.finish_reason.value,
-            measured=dict(trajectory.metrics),
-            episode=trajectory.episode,
-        )
+        assembled(GradingSample, values | _of_trajectory(f"{task.group_id}/{index}", trajectory))
         for index, trajectory in enumerate(group.trajectories)
     ]
 
 
-def with_grades(group: Group, grades: Sequence[Grade], seconds: float, kept: Collection[str] = ()) -> Group:
+def _of_trajectory(name: str, trajectory: Trajectory) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "id": name,
+        "response": encodable(trajectory.text),
+        "finish_reason": trajectory.finish_reason.value,
+        "episode": trajectory.episode,
+    }
+    if trajectory.turns:
+        found["turns"] = tuple(
+            GradingTurn(observation=turn.observation, response=turn.text, reward=turn.reward)
+            for turn in trajectory.turns
+        )
+    if trajectory.metrics:
+        found["measured"] = MEASURED.validate_python(dict(trajectory.metrics))
+    return found
+
+
+def with_grades(
+    group: Group, grades: Sequence[Grade], seconds: float, kept: Collection[str] = (), *, now: float | None = None
+) -> Group:
     """Write each grade onto its trajectory.
 
     Args:
@@ -69,10 +84,12 @@ def with_grades(group: Group, grades: Sequence[Grade], seconds: float, kept: Col
         grades: one per trajectory.
         seconds: that grading took.
         kept: names of components and metrics that are never left out, however many a grader gives.
+        now: seconds since the epoch, to record how long ago the task was issued; None to leave that as it is.
 
     Raises:
         ValueError: there are not as many grades as trajectories.
     """
+    timings = {"grading_seconds": seconds} | ({} if now is None else group.since_issue("graded_after_seconds", now))
     graded = []
     for trajectory, grade in zip(group.trajectories, grades, strict=True):
         graded.append(
@@ -81,7 +98,7 @@ def with_grades(group: Group, grades: Sequence[Grade], seconds: float, kept: Col
                 grade.reward,
                 components=_bounded(grade.components, kept),
                 reason=grade.reason,
-                timings={**trajectory.timings, "grading_seconds": seconds},
+                timings={**trajectory.timings, **timings},
                 metrics={**trajectory.metrics, **_bounded(grade.metrics, kept)},
                 answer=None if grade.answer is None else grade.answer[:LONGEST_ANSWER],
             )

@@ -7,25 +7,30 @@ Neither of the last two ever has a reward: a failed grade is not a zero.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, TypeAdapter, model_validator
 
 from flotilla.shared.schemas.reward_number import Reward
 from flotilla.shared.schemas.trajectory import GradeStatus
-from flotilla.shared.schemas.wire import TolerantWire
+from flotilla.shared.schemas.wire import TolerantWire, assembled
 
 GRADING_SCHEMA: Final = 1
 """Version of the request and of the answer; it changes only when a reader of the old form would misread the new one."""
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Replace lone surrogates, which JSON can spell and UTF-8 cannot: no text may make a request impossible."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 MAX_REASON_CHARACTERS: Final = 2000
 Reason = Annotated[Text, AfterValidator(lambda text: text[:MAX_REASON_CHARACTERS])]
 """For people; of a longer one the beginning is kept."""
+
+
+Numbers = dict[Text, FiniteFloat]
+MEASURED: Final = TypeAdapter(Numbers)
+"""Checks what was measured of a sample."""
 
 
 class GradingMessage(TolerantWire):
@@ -67,7 +72,7 @@ class GradingSample(TolerantWire):
     """The turns of an episode; empty where there is one prompt and one completion."""
     finish_reason: str | None = None
     """Why the answer or the episode ended: stop, length, turns, tokens. Null: the sender does not say."""
-    measured: dict[Text, FiniteFloat] = Field(default_factory=dict)
+    measured: Numbers = Field(default_factory=dict)
     """What the environment measured, such as ``environment/success``."""
     episode: str | None = None
     """Id of the episode, where an agent from outside drove it; several samples may be branches of one."""
@@ -80,9 +85,9 @@ class Grade(TolerantWire):
     """scored, abstained or error. A sender may leave it out: it is then scored if there is a reward, else abstained."""
     reward: Reward | None = None
     """The scalar to train on, a finite number; present exactly if ``status`` is scored."""
-    components: dict[Text, FiniteFloat] = Field(default_factory=dict)
+    components: Numbers = Field(default_factory=dict)
     """What the reward was made of, by name."""
-    metrics: dict[Text, FiniteFloat] = Field(default_factory=dict)
+    metrics: Numbers = Field(default_factory=dict)
     """Free numbers for charts; they do not enter the reward."""
     reason: Reason | None = None
     """Why there is no reward; required of an error."""
@@ -110,7 +115,19 @@ class Grade(TolerantWire):
         """Make a grade that has ``reward``; an error grade if the reward is not finite."""
         if not abs(reward) < float("inf"):
             return cls.error(f"the reward is {reward}, which is not finite")
+        answer = fields.get("answer")
+        if type(reward) is float and not fields.keys() - {"answer"} and (answer is None or type(answer) is str):
+            # As most are: all that there is to check was checked.
+            return cls.of_checked(reward, {}, {}, answer and encodable(answer))
         return cls(status=GradeStatus.SCORED, reward=reward, **fields)
+
+    @classmethod
+    def of_checked(
+        cls, reward: float, components: dict[str, float], metrics: dict[str, float], answer: str | None
+    ) -> "Grade":
+        """Make a grade that has a finite reward, of what other grades were made of."""
+        values = {"status": GradeStatus.SCORED, "reward": reward, "components": components, "metrics": metrics}
+        return assembled(cls, {**values, "reason": None, "answer": answer})
 
     @classmethod
     def abstained(cls, reason: str | None = None) -> "Grade":

@@ -19,6 +19,8 @@ def reward_number(value: Any) -> float:
     Raises:
         ValueError: it is no number, or not finite; the message says what was given and what is allowed.
     """
+    if type(value) is float and math.isfinite(value):
+        return value
     given = value
     if not isinstance(given, Real | Decimal) and callable(item := getattr(given, "item", None)):
         try:

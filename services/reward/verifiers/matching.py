@@ -14,10 +14,10 @@ GAP = r"[\s*_:(\[$]{0,12}"
 """What may be between the words and the letter: white space, emphasis, a colon, an opening bracket."""
 
 
-def last_match(pattern: str, text: str) -> str | None:
+def last_match(pattern: str | re.Pattern[str], text: str) -> str | None:
     """Find the first group of the last match of ``pattern``; None if there is no match or the group took no part."""
     found: str | None = None
-    for match in re.finditer(pattern, text):
+    for match in re.compile(pattern).finditer(text):
         found = match.group(1)
     return found
 
@@ -63,19 +63,27 @@ class NumericVerifier(SampleVerifier):
     def __init__(self, config: NumericConfig) -> None:
         self._config = config
         self._tolerance = Decimal(str(config.tolerance))
+        self._last: tuple[str, Decimal | None] = "", None
 
     def grade(self, sample: GradingSample) -> Grade:
         """Grade one sample: right if the numbers differ by at most the tolerance, wrong if the answer has none."""
         if sample.label is None:
             return Grade.error(NO_LABEL)
-        # A label may be a whole worked solution that ends in the answer, as in GSM8K.
-        expected = parse_number(last_match(self._config.pattern, sample.label) or sample.label)
+        expected = self._expected(sample.label)
         if expected is None:
             return Grade.error(f"the label is not a number: {sample.label[:80]!r}")
         found = last_match(self._config.pattern, sample.response)
         answer = None if found is None else parse_number(found)
         is_correct = answer is not None and abs(answer - expected) <= self._tolerance
         return verdict(self._config, is_correct=is_correct, answer=None if answer is None else f"{answer:f}")
+
+    def _expected(self, label: str) -> Decimal | None:
+        # A label may be a whole worked solution that ends in the answer, as in GSM8K; a group's members share it.
+        known, expected = self._last
+        if known != label:
+            expected = parse_number(last_match(self._config.pattern, label) or label)
+            self._last = label, expected
+        return expected
 
 
 class ChoiceVerifier(SampleVerifier):

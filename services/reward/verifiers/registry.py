@@ -1,6 +1,6 @@
 """From the reward section of a spec to one verifier that grades by all its components."""
 
-import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -26,6 +26,7 @@ from flotilla.services.reward.verifiers.judge import JudgeVerifier
 from flotilla.services.reward.verifiers.matching import ChoiceVerifier, ExactVerifier, FormatVerifier, NumericVerifier
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
+from flotilla.shared.concurrency.cancelling import all_of
 from flotilla.shared.config.sections import reward as sections
 from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, RewardModelConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
@@ -33,7 +34,7 @@ from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.models.hub import model_directory
 from flotilla.shared.net.client.bearer_client import tls_context
-from flotilla.shared.schemas.grading import Grade, GradingSample
+from flotilla.shared.schemas.grading import Grade, GradingSample, encodable
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.schemas.trajectory import GradeStatus
 from flotilla.shared.streams.mailbox import Mailbox
@@ -173,12 +174,11 @@ class CombinedVerifier:
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
         """Grade each sample by every component at once."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(figures.of_call(_score_routed(config, part, samples)))
-                for (config, part), figures in zip(self._parts, self._figures, strict=True)
-            ]
-        columns = [task.result() for task in tasks]
+        gradings = [
+            figures.of_call(_score_routed(config, part, samples))
+            for (config, part), figures in zip(self._parts, self._figures, strict=True)
+        ]
+        columns = [await gradings[0]] if len(gradings) == 1 else await all_of(gradings)
         configs = [config for config, _ in self._parts]
         return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
 
@@ -227,11 +227,9 @@ async def _score_routed(
     config: sections.Component, verifier: Verifier, samples: Sequence[GradingSample]
 ) -> list[Grade]:
     """Grade the samples whose data source the component is for; abstain from the others."""
-    chosen = [
-        index
-        for index, sample in enumerate(samples)
-        if config.data_sources is None or sample.data_source in config.data_sources
-    ]
+    if config.data_sources is None:
+        return await verifier.score(samples)
+    chosen = [index for index, sample in enumerate(samples) if sample.data_source in config.data_sources]
     grades = [Grade.abstained("the component is for other data sources")] * len(samples)
     for index, grade in zip(chosen, await verifier.score([samples[index] for index in chosen]), strict=True):
         grades[index] = grade
@@ -251,7 +249,7 @@ def combine(parts: Sequence[tuple[sections.Component, Grade]]) -> Grade:
     total = 0.0
     reasons = []
     for config, grade in parts:
-        name = config.name or config.kind
+        name = encodable(config.name or config.kind)
         if grade.status is GradeStatus.ERROR:
             return Grade.error(f"{name}: {grade.reason}")
         if grade.reward is None:
@@ -263,5 +261,7 @@ def combine(parts: Sequence[tuple[sections.Component, Grade]]) -> Grade:
         metrics |= {f"{name}/{metric}": value for metric, value in grade.metrics.items()}
     if not rewards:
         return Grade.abstained("; ".join(reasons))
+    if not math.isfinite(total):
+        return Grade.scored(total)
     answer = next((grade.answer for _, grade in parts if grade.answer is not None), None)
-    return Grade.scored(total, components=rewards, metrics=metrics, answer=answer)
+    return Grade.of_checked(total, rewards, metrics, answer)

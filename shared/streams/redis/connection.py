@@ -170,7 +170,7 @@ async def _is_ready(connection: AbstractConnection) -> bool:
 
 
 class PlainRedis(Redis):
-    """Sends a command and reads its answer. The connection of one that breaks off is closed by the connection itself."""
+    """Sends a command and reads its answer; a connection on which that breaks off closes itself."""
 
     async def execute_command(self, *arguments: Any, **options: Any) -> Any:
         """See ``Redis.execute_command``."""

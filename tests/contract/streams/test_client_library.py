@@ -43,7 +43,9 @@ def test_nothing_else_is_overridden(ours: type, overridden: set[str]) -> None:
 
 
 def test_its_pool_keeps_connections_where_ours_does() -> None:
-    taking, giving = (inspect.getsource(each) for each in (ConnectionPool.get_available_connection, ConnectionPool.release))
+    taking, giving = (
+        inspect.getsource(each) for each in (ConnectionPool.get_available_connection, ConnectionPool.release)
+    )
 
     assert "self._available_connections.pop()" in taking and "self._in_use_connections.add(connection)" in taking
     assert "self._in_use_connections.remove(connection)" in giving

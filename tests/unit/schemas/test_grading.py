@@ -56,3 +56,16 @@ def test_a_text_that_cannot_be_encoded_is_mended() -> None:
 
     assert (sample.response, sample.label) == ("a?b", "é?")
     assert sample.model_dump_json()
+
+
+@pytest.mark.parametrize("answer", [None, "", "7", "é\udfff"])
+def test_a_plain_grade_is_what_the_schema_makes_of_it(answer: str | None) -> None:
+    whole = Grade(status=GradeStatus.SCORED, reward=0.5, answer=answer)
+
+    assert Grade.scored(0.5, answer=answer) == whole
+    assert Grade.scored(0.5, answer=answer).model_dump_json() == whole.model_dump_json()
+    assert Grade.scored(1, answer=answer).reward == 1.0
+    with pytest.raises(ValidationError):
+        Grade.scored(True, answer=answer)
+    with pytest.raises(ValidationError):
+        Grade.scored(0.5, answer=7)

@@ -63,7 +63,8 @@ def to_table(file: SampleFile) -> pa.Table:
         "member": pa.array([member for _, member in pairs], pa.int32()),
     }
     for name, kind, read in _of_tasks():
-        columns[name] = pa.array([read(kept.group.task) for kept, _ in pairs], kind)
+        values = [read(kept.group.task) for kept in file.groups]  # of which each row of the group has the same
+        columns[name] = pa.array([values[place] for place in places], kind)
     if any(kept.group.task.images for kept in file.groups):
         # With the first of a group alone: they are its prompt's.
         shown = [list(kept.group.task.images) if member == 0 else None for kept, member in pairs]

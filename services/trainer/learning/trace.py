@@ -146,12 +146,16 @@ class TracedStep:
         return engine_gaps(self.of_groups(groups, lag))
 
     def _tokens(self, trajectory: Trajectory, first: int, lag: Callable[[int], int]) -> TrainedTokens:
+        spans = []
+        for number, begins in enumerate(piece_starts(trajectory), start=first):
+            at = begins + self.span_starts[number]
+            own = slice(self._offsets[number], self._offsets[number + 1])
+            spans.append((slice(at, at + self.span_lengths[number]), own))
+
         def placed(values: Floats) -> Floats:
             full = np.full(trajectory.token_ids.shape[0], np.nan, np.float32)
-            for number, begins in enumerate(piece_starts(trajectory), start=first):
-                span = slice(self._offsets[number], self._offsets[number + 1])
-                at = begins + self.span_starts[number]
-                full[at : at + self.span_lengths[number]] = np.where(self.mask[span], values[span], np.nan)
+            for there, here in spans:
+                full[there] = np.where(self.mask[here], values[here], np.nan)
             return full
 
         return TrainedTokens(

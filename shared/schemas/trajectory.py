@@ -113,11 +113,12 @@ class Trajectory:
         sampled: npt.NDArray[np.int64] = self.token_versions()[self.loss_mask.astype(bool)]
         return sampled
 
-    def run_versions(self) -> list[int]:
-        """List the version of each run of ``versions`` that has a sampled token."""
+    def sampled_runs(self) -> list[tuple[int, int]]:
+        """List versions in the order of their tokens, each with how many of those were sampled, at least one."""
         ends: list[int | None] = [*(start for start, _ in self.versions[1:]), None]
         runs = zip(self.versions, ends, strict=True)
-        return [version for (start, version), end in runs if np.count_nonzero(self.loss_mask[start:end])]
+        counted = [(version, int(np.count_nonzero(self.loss_mask[start:end]))) for (start, version), end in runs]
+        return [(version, count) for version, count in counted if count]
 
     def graded(
         self,
@@ -318,7 +319,7 @@ class Group:
 
     def version_range(self) -> tuple[int, int]:
         """Find the oldest and the newest version that sampled a token; ``min_version`` twice if none was sampled."""
-        versions = [version for each in self.trajectories for version in each.run_versions()]
+        versions = [version for each in self.trajectories for version, _ in each.sampled_runs()]
         return (min(versions), max(versions)) if versions else (self.task.min_version, self.task.min_version)
 
     def timed(self, name: str, now: float) -> "Group":

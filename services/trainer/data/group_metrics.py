@@ -59,19 +59,21 @@ def describe_groups(
         ``partial`` that its tokens have several versions, ``span`` how far those are apart. ``resumed`` tokens came
         from a rollout that left and handed them over.
     """
-    members = [[(t, t.sampled_versions()) for t in scored_trajectories(group)] for group in groups]
+    members = [[(t, t.sampled_runs()) for t in scored_trajectories(group)] for group in groups]
     flat = [pair for group in members for pair in group]
     rewards = np.array([t.reward for t, _ in flat], dtype=np.float64)
-    lengths = np.array([versions.size for _, versions in flat])
-    sampled, which = np.unique(np.concatenate([versions for _, versions in flat]), return_inverse=True)
-    lags = np.array([lag(version, int(each)) for each in sampled], dtype=np.int64)[which]
-    spans = np.array([int(versions.max() - versions.min()) if versions.size else 0 for _, versions in flat])
-    is_stale = [bool(versions.size and versions.min() < version) for _, versions in flat]
+    lengths = np.array([sum(count for _, count in runs) for _, runs in flat])
+    sampled = [run for _, runs in flat for run in runs]
+    lags_of = {each: lag(version, each) for each, _ in sampled}
+    of_runs, counts = (np.array(each, np.int64) for each in ([lags_of[v] for v, _ in sampled], [n for _, n in sampled]))
+    lags = np.repeat(of_runs, counts)
+    versions = [[each for each, _ in runs] for _, runs in flat]
+    spans = np.array([max(each) - min(each) if each else 0 for each in versions])
     totals.trained_tokens += int(lengths.sum())
     totals.trained_groups += len(groups)
     totals.trained_trajectories += len(flat)
-    totals.stale_trajectories += sum(is_stale)
-    totals.stale_groups += sum(any(v.size and v.min() < version for _, v in group) for group in members)
+    totals.stale_trajectories += sum(min(each, default=version) < version for each in versions)
+    totals.stale_groups += sum(any(each < version for _, runs in group for each, _ in runs) for group in members)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from flotilla.shared.concurrency.cancelling import all_of
 from flotilla.shared.schemas.task import Task, sample_seed
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.streams.partials import Partials
+
+FEW_TOKENS = 1024
+"""So many are made text in about a millisecond: not much longer than it takes to have a thread do it."""
 
 
 class SingleTurnEpisodes:
@@ -61,16 +65,11 @@ class SingleTurnEpisodes:
             for completion in completions:
                 self._tally.add_completion(completion.token_ids)
         seconds = time.perf_counter() - started
-        return await asyncio.to_thread(
-            self._group,
-            task,
-            prompt_ids,
-            condensed(prompt_ids, images),
-            had,
-            dict(zip(wanted, completions, strict=True)),
-            partials,
-            seconds,
-        )
+        answered = dict(zip(wanted, completions, strict=True))
+        shown = condensed(prompt_ids, images)
+        make = partial(self._group, task, prompt_ids, shown, had, answered, partials, seconds)
+        num_tokens = len(shown) + sum(completion.token_ids.size for completion in completions)
+        return make() if num_tokens <= FEW_TOKENS else await asyncio.to_thread(make)
 
     async def interrupt(self) -> None:
         """End what is being sampled now: each ``run`` returns with what it has."""

@@ -63,12 +63,10 @@ def describe_groups(
     flat = [pair for group in members for pair in group]
     rewards = np.array([t.reward for t, _ in flat], dtype=np.float64)
     lengths = np.array([sum(count for _, count in runs) for _, runs in flat])
-    sampled = [run for _, runs in flat for run in runs]
-    lags_of = {each: lag(version, each) for each, _ in sampled}
-    of_runs, counts = (np.array(each, np.int64) for each in ([lags_of[v] for v, _ in sampled], [n for _, n in sampled]))
-    lags = np.repeat(of_runs, counts)
+    ages = [(lag(version, each), count) for _, runs in flat for each, count in runs]
+    lags = np.repeat(*np.array(ages, np.int64).reshape(-1, 2).T)
     versions = [[each for each, _ in runs] for _, runs in flat]
-    spans = np.array([max(each) - min(each) if each else 0 for each in versions])
+    spans = np.array([max(each, default=0) - min(each, default=0) for each in versions])
     totals.trained_tokens += int(lengths.sum())
     totals.trained_groups += len(groups)
     totals.trained_trajectories += len(flat)

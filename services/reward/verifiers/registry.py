@@ -1,5 +1,6 @@
 """From the reward section of a spec to one verifier that grades by all its components."""
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from flotilla.services.reward.verifiers.judge import JudgeVerifier
 from flotilla.services.reward.verifiers.matching import ChoiceVerifier, ExactVerifier, FormatVerifier, NumericVerifier
 from flotilla.services.reward.verifiers.reward_model import RewardModelVerifier
 from flotilla.services.reward.verifiers.verl import CODE_CASES, VerlDefaultVerifier
-from flotilla.shared.concurrency.cancelling import all_of
 from flotilla.shared.config.sections import reward as sections
 from flotilla.shared.config.sections.judge import JudgeConfig, JudgeModelConfig, RewardModelConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
@@ -178,7 +178,12 @@ class CombinedVerifier:
             figures.of_call(_score_routed(config, part, samples))
             for (config, part), figures in zip(self._parts, self._figures, strict=True)
         ]
-        columns = [await gradings[0]] if len(gradings) == 1 else await all_of(gradings)
+        if len(gradings) == 1:
+            columns = [await gradings[0]]
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(grading) for grading in gradings]
+            columns = [task.result() for task in tasks]
         configs = [config for config, _ in self._parts]
         return [combine(list(zip(configs, grades, strict=True))) for grades in zip(*columns, strict=True)]
 

@@ -1,17 +1,16 @@
-"""Samples as one page of HTML without a script: what a terminal shows, and the images of the prompts."""
+"""Samples as one page of HTML without a script: what a terminal shows, and the images that the policy was shown."""
 
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from flotilla.cli.sample_text import describe
+from flotilla.shared.vision.parts import uri_of
 
 if TYPE_CHECKING:
     from flotilla.cli.sample_text import Sample
+    from flotilla.shared.samples.reading import Picture
 
-BEGINNINGS = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"), (b"BM", "bmp"))
-"""First bytes of the formats that prompts may have."""
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Samples</title>
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -24,17 +23,27 @@ img { max-width: 20rem; max-height: 20rem; margin-right: .5rem; border: 1px soli
 """
 
 
-def page_of(samples: "Sequence[Sample]", images: Mapping[str, Sequence[bytes]]) -> str:
-    """Write samples whole, each with the images of its prompt, by the sample's id."""
+def page_of(samples: "Sequence[Sample]", images: "Mapping[str, Sequence[Picture]]") -> str:
+    """Write samples whole, each with the images that it was shown, by the sample's id."""
     articles = []
     for sample in samples:
-        pictures = "".join(map(_shown, images.get(sample.id, ())))
+        pictures = _pictures(images.get(sample.id, ()))
         articles.append(f"<article>{pictures}<pre>{escape(describe(sample, is_whole=True).plain)}</pre></article>\n")
     return f"{HEAD}{''.join(articles)}</body></html>\n"
 
 
-def _shown(data: bytes) -> str:
-    kind = next((kind for beginning, kind in BEGINNINGS if data.startswith(beginning)), None)
-    if kind is None:
+def _pictures(shown: "Sequence[Picture]") -> str:
+    """Write images turn by turn; those of a prompt alone need no word."""
+    found, last = "", 0
+    for turn, data in shown:
+        found += f"<p>Shown before turn {turn + 1}:</p>" if turn > last else ""
+        found += _image(data, "image of the prompt" if not turn else f"image shown before turn {turn + 1}")
+        last = turn
+    return found
+
+
+def _image(data: bytes, what: str) -> str:
+    uri = uri_of(data)
+    if uri is None:
         return f"<p>An image of {len(data)} bytes in a format that is not shown.</p>"
-    return f'<img alt="image of the prompt" src="data:image/{kind};base64,{b64encode(data).decode()}">'
+    return f'<img alt="{what}" src="{uri}">'

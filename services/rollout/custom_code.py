@@ -8,6 +8,7 @@ from typing import Any
 
 from flotilla.services.rollout.environments.base import Environment, Info, reset
 from flotilla.services.rollout.environments.loading import load_environment
+from flotilla.services.rollout.episodes.observations import plain
 from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.python_tool import PythonTool
 from flotilla.shared.children.custom_code import describe
@@ -91,7 +92,7 @@ class CustomCode:
             seed, row = given
             found = await _called(lambda: reset(environment, seed, row))
             observation, info = found if isinstance(found, tuple) else (found, {})
-            return [str(observation), _plain(info)]
+            return [plain(observation), _plain(info)]
         return _plain_step(await _called(lambda: environment.step(given)))
 
 
@@ -103,7 +104,7 @@ async def _called(work: Callable[[], Any]) -> Any:
 def _plain_step(result: Any) -> object:
     try:
         observation, reward, is_terminated, is_truncated, info = result
-        return [str(observation), reward_number(reward), bool(is_terminated), bool(is_truncated), _plain(info)]
+        return [plain(observation), reward_number(reward), bool(is_terminated), bool(is_truncated), _plain(info)]
     except (TypeError, ValueError) as error:
         raise EpisodeFailed(f"step must return observation, reward, terminated, truncated, info: {error}") from error
 

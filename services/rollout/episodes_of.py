@@ -59,15 +59,15 @@ async def open_episodes(
     if not isinstance(config, ToolEpisodesConfig):
         made = make_episodes(spec, engine, renderer, turns, tally, networks=networks)
         return OpenedEpisodes(made, _nothing_to_close)
-    tools = await open_tools(config, networks, sandboxes)
+    tools = await open_tools(config, networks, sandboxes, shows_images=spec.data.images is not None)
     told = renderer.with_tools(tools.schemas)
     try:
         told.check_continuation(Message(role_of_results(config.format), "."))
     except BaseException:
         await tools.aclose()
         raise
-    limits, resume = Limits.of(config, spec.rollout.engine.context_tokens), resume_rule(spec.asynchrony)
-    conversations = ToolConversations(tools, config)
+    limits = Limits.of(config, spec.rollout.engine.context_tokens, spec.data.images)
+    conversations, resume = ToolConversations(tools, config), resume_rule(spec.asynchrony)
     return OpenedEpisodes(MultiTurnEpisodes(engine, told, turns, limits, conversations, resume, tally), tools.aclose)
 
 
@@ -93,7 +93,7 @@ def make_episodes(
     if isinstance(config, SingleTurnConfig):
         return SingleTurnEpisodes(engine, renderer, turns, resume, tally)
     renderer.check_continuation()
-    limits = Limits.of(config, spec.rollout.engine.context_tokens)
+    limits = Limits.of(config, spec.rollout.engine.context_tokens, spec.data.images)
     conversations = EnvironmentConversations(config, process, networks)
     return MultiTurnEpisodes(engine, renderer, turns, limits, conversations, resume, tally, config.redundant_members)
 

@@ -46,7 +46,7 @@ def unanswered(task: Task, partials: Partials, renderer: Renderer, detail: str) 
     """Make the group of a task that was not answered: of its members those that have tokens, else one without."""
     had = [replace(each, status=GradeStatus.ERROR, reason=detail) for each in partials if each is not None]
     try:
-        token_ids = rendered(renderer, task)[0][:LONGEST_PROMPT]
+        token_ids = rendered(renderer, task.shown_messages)[0][:LONGEST_PROMPT]
         prompt = renderer.text(token_ids, with_special_tokens=True)
     except Exception as error:  # Whatever the template raises may be why the task failed.
         log.debug("the prompt of a failed task cannot be rendered", extra={"error": repr(error)})

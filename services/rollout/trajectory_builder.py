@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flotilla.shared.schemas.prompt_image import PromptImage, moved, within
 from flotilla.shared.schemas.routing import RoutedExperts, RoutedSpan, laid_out, span_behind
 from flotilla.shared.schemas.trajectory import Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
@@ -52,12 +53,23 @@ class TrajectoryBuilder:
         self._state: int | None = None
         self._is_fresh = False
         self._routed: list[RoutedSpan] = []
+        self._images: list[PromptImage] = []
 
     @classmethod
     def continuing(
-        cls, trajectory: Trajectory, num_turns: int, tally: RenderTally | None = None
+        cls,
+        trajectory: Trajectory,
+        num_turns: int,
+        tally: RenderTally | None = None,
+        first_images: Sequence[PromptImage] = (),
     ) -> "TrajectoryBuilder":
         """Go on behind the first turns of an earlier trajectory.
+
+        Args:
+            trajectory: the earlier one.
+            num_turns: that are kept of it.
+            tally: counts renders.
+            first_images: those of its first prompt, where it lists none.
 
         Raises:
             ValueError: it has fewer turns.
@@ -72,6 +84,7 @@ class TrajectoryBuilder:
         builder._log_probs = trajectory.log_probs[:end].tolist()
         builder._versions = [run for run in trajectory.versions if run[0] < end]
         builder._turns = list(turns)
+        builder._images = list(within(trajectory.images or first_images, 0, end))
         if trajectory.experts is not None:
             builder._routed = [RoutedSpan(0, min(end, trajectory.experts.num_tokens), trajectory.experts)]
         return builder
@@ -85,6 +98,16 @@ class TrajectoryBuilder:
     def prompt_ids(self) -> tuple[int, ...]:
         """The prompt of the next completion: all tokens since the last one that stands alone began."""
         return tuple(self._token_ids[self._prompt_start :])
+
+    @property
+    def prompt_images(self) -> tuple[PromptImage, ...]:
+        """The images in the prompt of the next completion, by their positions there."""
+        return within(self._images, self._prompt_start, len(self._token_ids))
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]:
+        """All images so far."""
+        return tuple(self._images)
 
     @property
     def num_tokens(self) -> int:
@@ -112,7 +135,13 @@ class TrajectoryBuilder:
         return self._turns[-1].end if self._turns else 0
 
     def show(
-        self, token_ids: Sequence[int], text: str = "", *, state: int | None = None, is_fresh: bool = False
+        self,
+        token_ids: Sequence[int],
+        text: str = "",
+        *,
+        state: int | None = None,
+        is_fresh: bool = False,
+        images: Sequence[PromptImage] = (),
     ) -> None:
         """Append what the policy is shown before its next completion.
 
@@ -121,7 +150,9 @@ class TrajectoryBuilder:
             text: the same for people; the first turn's is the group's prompt and need not be given.
             state: of the environment, as in ``Turn``.
             is_fresh: whether it is a whole prompt, and nothing before it is shown.
+            images: among these tokens, by their positions there.
         """
+        self._images += moved(images, len(self._token_ids))
         self._tally.appended += 1
         self._is_fresh = self._is_fresh or (is_fresh and bool(self._turns))
         self._token_ids += token_ids
@@ -186,7 +217,7 @@ class TrajectoryBuilder:
     def snapshot(self) -> "TrajectoryBuilder":
         """Copy what there is, which another thread builds while more is appended here; far cheaper than to build."""
         found = copy.copy(self)
-        for name in ("_token_ids", "_is_sampled", "_log_probs", "_versions", "_turns", "_routed"):
+        for name in ("_token_ids", "_is_sampled", "_log_probs", "_versions", "_turns", "_routed", "_images"):
             setattr(found, name, list(getattr(self, name)))
         return found
 
@@ -201,14 +232,19 @@ class TrajectoryBuilder:
         last = self._turns[-1]
         self._turns[-1] = replace(last, reward=value + (last.reward or 0.0))
 
-    def build(self, finish_reason: FinishReason, **fields: Any) -> Trajectory:
+    def build(self, finish_reason: FinishReason, first_images: Sequence[bytes] = (), **fields: Any) -> Trajectory:
         """Make the trajectory; what was shown and not answered is left out. Blocks while records are laid out.
 
         Args:
             finish_reason: of the episode.
+            first_images: that everybody knows of its first prompt; it lists none where it was shown no others.
             fields: further fields of ``Trajectory``; ``text`` is that of the last turn unless given.
         """
         end = self._end or len(self._token_ids)
+        images = within(self._images, 0, end)
+        first_end = self._turns[0].sampled if self._turns else end
+        if all(each.start < first_end for each in images) and [each.data for each in images] == list(first_images):
+            images = ()
         is_routed = bool(self._routed) and self._routed[-1].end >= end - 1
         return Trajectory(
             token_ids=np.array(self._token_ids[:end], np.int32),
@@ -218,6 +254,7 @@ class TrajectoryBuilder:
             versions=tuple(self._versions) or ((0, 0),),
             finish_reason=finish_reason,
             turns=self.turns,
+            images=images,
             experts=laid_out(self._routed, end - 1) if is_routed else None,
             **({"text": self._turns[-1].text if self._turns else ""} | fields),
         )

@@ -86,9 +86,9 @@ class PromptTemplate:
         return tuple(tokenizer(self.render(tokenizer, chat), add_special_tokens=False)["input_ids"])
 
     def illustrated_ids(
-        self, tokenizer: Any, messages: Sequence[Message], images: Sequence[bytes], processor: ImageProcessor
+        self, tokenizer: Any, messages: Sequence[Message], processor: ImageProcessor
     ) -> tuple[int, ...]:
-        """Do what ``token_ids`` does for a prompt with images, each where a message has ``IMAGE_MARK``.
+        """Do what ``token_ids`` does for a prompt with images.
 
         Raises:
             DataError: an image cannot be read, or the prompt has not one place for each.
@@ -96,8 +96,7 @@ class PromptTemplate:
         """
         if self.input_template is not None or not tokenizer.chat_template:
             raise ModelError("prompts with images need the model's chat template: leave data.input_template out")
-        chat = [{"role": message.role, "content": parts_of(message.content)} for message in messages]
-        text = processor.expand(self.render(tokenizer, chat), images)
+        text = processor.expand(self.render(tokenizer, chat_of(messages)), images_of(messages))
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def render(self, tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, opens: bool = True, **options: Any) -> str:
@@ -111,11 +110,22 @@ class PromptTemplate:
         return str(tokenizer.apply_chat_template(list(chat), tokenize=False, add_generation_prompt=opens, **variables))
 
 
-def parts_of(content: str) -> str | list[dict[str, str]]:
-    """Divide a message at its marks into the parts that chat templates know; one without marks stays text."""
+def images_of(messages: Sequence[Message]) -> list[bytes]:
+    """List the images of messages, in order."""
+    return [image for message in messages for image in message.images]
+
+
+def chat_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Make messages as chat templates take them: one with images as parts, any other as text."""
+    return [
+        {"role": message.role, "content": _parts_of(message.content) if message.images else message.content}
+        for message in messages
+    ]
+
+
+def _parts_of(content: str) -> list[dict[str, str]]:
+    """Divide the content of a message with images at its marks."""
     texts = content.split(IMAGE_MARK)
-    if len(texts) == 1:
-        return content
     parts: list[dict[str, str]] = []
     for number, text in enumerate(texts):
         parts += [{"type": "image"}] if number else []

@@ -139,27 +139,55 @@ def read_samples(folder: Path, found: Sequence[Found], *, with_tokens: bool) -> 
     return [views[number] for number in sorted(views)]
 
 
-def images_of(folder: Path, samples: Sequence[ReadSample]) -> dict[str, list[bytes]]:
-    """Read the images of samples' prompts, by the sample's id; without those whose file went, or that have none."""
+class Picture(NamedTuple):
+    """An image that the policy was shown.
+
+    Attributes:
+        turn: that it was shown before, from 0.
+        data: as it was encoded.
+    """
+
+    turn: int
+    data: bytes
+
+
+def images_of(folder: Path, samples: Sequence[ReadSample]) -> dict[str, list[Picture]]:
+    """Read the images that samples were shown, by the sample's id; without those whose file went, or that have none."""
     from pyarrow import ArrowException, parquet
 
-    found: dict[str, list[bytes]] = {}
-    names = ("place", "member", "images")
+    from flotilla.shared.samples.table import ADDED, SHOWN
+
+    found: dict[str, list[Picture]] = {}
     for sample in samples:
-        name, place, _ = sample.id.rsplit("/", 2)
+        name, place, member = sample.id.rsplit("/", 2)
         try:
             with open_samples_file(folder, f"{name}.parquet") as file:
                 stored = parquet.ParquetFile(file)
-                if "images" not in stored.schema_arrow.names:
+                held = {"images", SHOWN, ADDED} & {*stored.schema_arrow.names}
+                if not held:
                     continue
-                table = stored.read(columns=list(names))
+                rows = stored.read(columns=["place", *held]).to_pylist()
         except (OSError, ArrowException):
             continue
-        rows = zip(*(table.column(each).to_pylist() for each in names), strict=True)
-        first = next((images for at, member, images in rows if (at, member) == (int(place), 0)), None)
-        if first:
-            found[sample.id] = first
+        shown = _pictures([row for row in rows if row["place"] == int(place)], int(member), sample.turns)
+        if shown:
+            found[sample.id] = shown
     return found
+
+
+def _pictures(rows: Sequence[Mapping[str, Any]], member: int, turns: Sequence[Mapping[str, Any]]) -> list[Picture]:
+    """Find the images of a member among the rows of its group, which are in the members' order."""
+    from flotilla.shared.samples.table import shown_images
+
+    if member >= len(rows):  # the file is another one by now
+        return []
+    of_task = rows[0].get("images") or ()
+    known = list(dict.fromkeys(of_task))
+    listed = [shown_images(row, known) for row in rows][member]
+    if not listed:
+        return [Picture(0, image) for image in of_task]
+    ends = [int(turn["end"]) for turn in turns]
+    return [Picture(sum(end <= each.start for end in ends), each.data) for each in listed]
 
 
 def _view(file: str, row: Mapping[str, Any], *, with_tokens: bool) -> ReadSample:

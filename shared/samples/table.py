@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
+from flotilla.shared.schemas.prompt_image import ImageTable, PromptImage, read_images
 from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind, TrainedTokens
 from flotilla.shared.schemas.task import Message, Task
@@ -34,6 +35,10 @@ SETTINGS = "settings"
 
 EXPERTS = "experts"
 """Column of the experts that engines chose, which a step's replay needs; in files with trajectories that have some."""
+
+SHOWN, ADDED = "shown_images", "added_images"
+"""Columns of the images that trajectories list, as start, tokens and number, and of those that no row above in the
+group has; in files with such trajectories."""
 
 REQUIRED = frozenset(
     {"kind", "place", "group_id", "row", "messages", "group_size", "seed", "label", "data_source", "metadata"}
@@ -74,6 +79,8 @@ def to_table(file: SampleFile) -> pa.Table:
     columns["prompt"] = pa.array([kept.group.prompt for kept, _ in pairs], pa.string())
     columns["ended"] = pa.array([kept.reason for kept, _ in pairs], pa.string())
     trajectories = [kept.group.trajectories[member] for kept, member in pairs]
+    if any(each.images for each in trajectories):
+        columns |= _shown_columns(file.groups)
     if any(each.experts is not None for each in trajectories):
         packed = [None if each.experts is None else msgpack.packb(each.experts.to_wire()) for each in trajectories]
         columns |= {EXPERTS: pa.array(packed, pa.binary())}
@@ -83,6 +90,20 @@ def to_table(file: SampleFile) -> pa.Table:
     facts = {"schema": SCHEMA, "step": file.step, "version": file.version} | dict(file.facts)
     table = pa.table(columns)
     return table.replace_schema_metadata({FACTS: json.dumps(facts).encode()})
+
+
+def _shown_columns(groups: Sequence[KeptGroup]) -> dict[str, pa.Array]:
+    """Lay out what trajectories list of what they were shown; the bytes of an image once for a group."""
+    import pyarrow as pa
+
+    places, added = list[str | None](), list[list[bytes] | None]()
+    for kept in groups:
+        table = ImageTable(kept.group.task.images)
+        for each in kept.group.trajectories:
+            where, new = table.placed(each.images)
+            places.append(_json(where) if where else None)
+            added.append(new or None)
+    return {SHOWN: pa.array(places, pa.string()), ADDED: pa.array(added, pa.list_(pa.binary()))}
 
 
 @cache
@@ -232,12 +253,18 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> KeptGroup:
         images=tuple(first.get("images") or ()),
         settings=json.loads(first.get(SETTINGS) or "{}"),
     )
-    trajectories = tuple(_trajectory(row) for row in rows)
+    known = list(dict.fromkeys(task.images))
+    trajectories = tuple([_trajectory(row, shown_images(row, known)) for row in rows])
     tokens = [_tokens(row) for row in rows]
     return KeptGroup(Group(task, trajectories, first["prompt"]), SampleKind(first["kind"]), first["ended"], tokens)
 
 
-def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+def shown_images(row: Mapping[str, Any], known: list[bytes]) -> tuple[PromptImage, ...]:
+    """Read what a row's trajectory lists; ``known`` are the images of the rows above, and is added to."""
+    return read_images(json.loads(row.get(SHOWN) or "[]"), row.get(ADDED) or (), known)
+
+
+def _trajectory(row: Mapping[str, Any], images: tuple[PromptImage, ...]) -> Trajectory:
     return Trajectory(
         token_ids=np.array(row["token_ids"], np.int32),
         loss_mask=np.array(row["loss_mask"], np.uint8),
@@ -259,6 +286,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         episode=row.get("episode"),
         teacher_log_probs=None if (taught := row.get("teacher_log_probs")) is None else np.array(taught, np.float32),
         experts=None if (routed := row.get(EXPERTS)) is None else RoutedExperts.from_wire(msgpack.unpackb(routed)),
+        images=images,
     )
 
 

@@ -34,7 +34,8 @@ class EpisodeMessage(TolerantWire):
     """One message of a task's prompt."""
 
     role: str
-    content: str
+    content: str | tuple[dict[str, Any], ...]
+    """Text; with images parts, `text` and `image_url` with a `data:` URI, as a chat is asked with them."""
 
 
 class EpisodeTask(TolerantWire):

@@ -22,10 +22,17 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat prompt."""
+    """One message of a chat prompt.
+
+    Attributes:
+        role, content: as chat templates know them.
+        images: encoded, each where the content has ``IMAGE_MARK``; without any, such a mark is text like any other. A
+            task's messages have theirs in ``Task.images``.
+    """
 
     role: str
     content: str
+    images: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,11 @@ class Task:
     issued_at: float = 0.0
     images: tuple[bytes, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown_messages(self) -> tuple[Message, ...]:
+        """The messages, each with its images."""
+        return with_images(self.messages, self.images)
 
     @property
     def lane(self) -> Lane:
@@ -110,6 +122,18 @@ class Task:
         messages: Sequence[Sequence[str]] = fields.pop("messages")
         images = tuple([distinct[number] for number in order])
         return cls(messages=tuple([Message(role, content) for role, content in messages]), images=images, **fields)
+
+
+def with_images(messages: Sequence[Message], images: Sequence[bytes]) -> tuple[Message, ...]:
+    """Give messages the images of their marks, in order; the last one has all that are left."""
+    if not images:
+        return tuple(messages)
+    found, at = [], 0
+    for number, message in enumerate(messages):
+        end = at + message.content.count(IMAGE_MARK) if number + 1 < len(messages) else len(images)
+        found.append(Message(message.role, message.content, tuple(images[at:end])))
+        at = end
+    return tuple(found)
 
 
 def sample_seed(seed: int, index: int) -> int:

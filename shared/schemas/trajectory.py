@@ -15,12 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flotilla.shared.schemas.grade_status import GradeStatus as GradeStatus
+from flotilla.shared.schemas.prompt_image import ImageTable, PromptImage, check_images, read_images
 from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.turns import FinishReason as FinishReason
 from flotilla.shared.schemas.turns import Turn, check_turns
 
 GROUP_SCHEMA = 2
+ILLUSTRATED_SCHEMA = 3
+"""Of a group with trajectories that list what they were shown: earlier releases would read such images as text."""
 
 NO_VERSION = -1
 """In place of a policy version: no policy sampled the tokens, such as those of an answer that people wrote."""
@@ -51,6 +54,8 @@ class Trajectory:
         experts: that the engine's routers chose for each token but the last; None where none were recorded.
         rollout: the service that sampled all of it; None where several did, or nobody says.
         pool: of machines, whose rollout sampled all that was not handed over to it; None where it names none.
+        images: all that it was shown, in order, the task's included; empty where it was shown the task's alone, once,
+            in its first prompt.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -74,6 +79,7 @@ class Trajectory:
     experts: RoutedExperts | None = None
     rollout: str | None = None
     pool: str | None = None
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         length = self.token_ids.shape[0]
@@ -94,6 +100,8 @@ class Trajectory:
             )
         if self.turns:
             check_turns(self.turns, length)
+        if self.images:
+            check_images(self.images, length)
 
     @property
     def num_sampled(self) -> int:
@@ -161,6 +169,7 @@ class Trajectory:
             self.experts,
             self.rollout,
             self.pool,
+            self.images,
         )
 
     def timed(self, name: str, seconds: float) -> "Trajectory":
@@ -196,10 +205,15 @@ class Trajectory:
             and self.experts is other.experts
             and self.rollout == other.rollout
             and self.pool == other.pool
+            and self.images == other.images
         )
 
-    def sampled_to_wire(self) -> dict[str, Any]:
-        """Make a plain mapping of all but the grade, for msgpack; arrays as little-endian bytes, not copied."""
+    def sampled_to_wire(self, table: ImageTable | None = None) -> dict[str, Any]:
+        """Make a plain mapping of all but the grade, for msgpack; arrays as little-endian bytes, not copied.
+
+        Args:
+            table: of the images that are there already, which those of this one are added to; None: there are none.
+        """
         wire = {
             "token_ids": _buffer(self.token_ids, _INT32),
             "loss_mask": _buffer(self.loss_mask, _UINT8),
@@ -222,6 +236,8 @@ class Trajectory:
             wire["rollout"] = self.rollout
         if self.pool is not None:
             wire["pool"] = self.pool
+        if self.images:
+            wire["images"], wire["image_data"] = (table or ImageTable()).placed(self.images)
         return wire
 
     def grade_to_wire(self) -> dict[str, Any]:
@@ -239,13 +255,17 @@ class Trajectory:
             wire["teacher_log_probs"] = _buffer(self.teacher_log_probs, _FLOAT32)
         return wire
 
-    def to_wire(self) -> dict[str, Any]:
-        """Make a plain mapping of it all, for msgpack."""
-        return self.sampled_to_wire() | self.grade_to_wire()
+    def to_wire(self, table: ImageTable | None = None) -> dict[str, Any]:
+        """Make a plain mapping of it all, for msgpack; ``table`` as of ``sampled_to_wire``."""
+        return self.sampled_to_wire(table) | self.grade_to_wire()
 
     @classmethod
-    def from_wire(cls, wire: Mapping[str, Any]) -> "Trajectory":
-        """Read what ``to_wire`` made; the arrays are read-only views of the message."""
+    def from_wire(cls, wire: Mapping[str, Any], known: list[bytes] | None = None) -> "Trajectory":
+        """Read what ``to_wire`` made; the arrays are read-only views of the message.
+
+        Args:
+            known: images of what was read before, by their number in the table that it was written with; added to.
+        """
         received = _assembled(
             np.frombuffer(wire["token_ids"], _INT32),
             np.frombuffer(wire["loss_mask"], _UINT8),
@@ -270,6 +290,7 @@ class Trajectory:
             None if (routed := wire.get("experts")) is None else RoutedExperts.from_wire(routed),
             wire.get("rollout"),
             wire.get("pool"),
+            read_images(wire["images"], wire["image_data"], [] if known is None else known) if "images" in wire else (),
         )
         received.__post_init__()
         return received
@@ -369,11 +390,12 @@ class Group:
 
     def body_to_wire(self) -> dict[str, Any]:
         """Make a plain mapping of all but the grades, for msgpack."""
+        table = ImageTable(self.task.images)
         return {
-            "schema": GROUP_SCHEMA,
+            "schema": ILLUSTRATED_SCHEMA if any(each.images for each in self.trajectories) else GROUP_SCHEMA,
             "task": self.task.to_wire(),
             "prompt": self.prompt,
-            "trajectories": [trajectory.sampled_to_wire() for trajectory in self.trajectories],
+            "trajectories": [trajectory.sampled_to_wire(table) for trajectory in self.trajectories],
         }
 
     def grades_to_wire(self) -> list[dict[str, Any]]:
@@ -387,13 +409,15 @@ class Group:
         Raises:
             ValueError: the body has another schema version, or there is not one grade for each trajectory.
         """
-        if body.get("schema") != GROUP_SCHEMA:
+        if body.get("schema") not in (GROUP_SCHEMA, ILLUSTRATED_SCHEMA):
             raise ValueError(f"group has schema {body.get('schema')!r}, this version reads {GROUP_SCHEMA}")
         sampled = body["trajectories"]
         if len(grades) != len(sampled):
             raise ValueError(f"{len(grades)} grades do not go with {len(sampled)} trajectories")
-        trajectories = tuple([Trajectory.from_wire(each | grade) for each, grade in zip(sampled, grades, strict=True)])
-        return cls(Task.from_wire(body["task"]), trajectories, body["prompt"])
+        task = Task.from_wire(body["task"])
+        known = list(dict.fromkeys(task.images))
+        read = [Trajectory.from_wire(each | grade, known) for each, grade in zip(sampled, grades, strict=True)]
+        return cls(task, tuple(read), body["prompt"])
 
 
 _INT32, _UINT8, _FLOAT32 = np.dtype("<i4"), np.dtype("u1"), np.dtype("<f4")

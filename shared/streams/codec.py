@@ -16,6 +16,7 @@ from typing import Any
 
 import msgpack
 
+from flotilla.shared.schemas.prompt_image import ImageTable
 from flotilla.shared.schemas.task import TASK_SCHEMA, Task
 from flotilla.shared.schemas.trajectory import GROUP_SCHEMA, Group, Trajectory
 from flotilla.shared.streams.partials import Partials, num_kept
@@ -144,7 +145,8 @@ def encode_task(task: Task, partials: Partials = ()) -> bytes:
     """Encode a task as a payload, with what was sampled of it before."""
     wire = task.to_wire()
     if partials:
-        wire[PARTIALS] = [None if member is None else member.to_wire() for member in partials]
+        table = ImageTable(task.images)
+        wire[PARTIALS] = [None if member is None else member.to_wire(table) for member in partials]
     packed: bytes = msgpack.packb(wire)
     return packed
 
@@ -178,8 +180,9 @@ def decode_partials(payload: bytes) -> Partials:
     Raises:
         ValueError: the payload is no mapping.
     """
-    members = _unpack(payload).get(PARTIALS, ())
-    return tuple(None if member is None else Trajectory.from_wire(member) for member in members)
+    wire = _unpack(payload)
+    known: list[bytes] = list(wire.get("images", ()))
+    return tuple([None if member is None else Trajectory.from_wire(member, known) for member in wire.get(PARTIALS, ())])
 
 
 def decode_group(payload: bytes, grades: bytes) -> Group:

@@ -43,4 +43,5 @@ def _size(member: Trajectory | None) -> int:
     if member is None:
         return 0
     routed = 0 if member.experts is None else len(member.experts.data)
-    return BYTES_PER_TOKEN * int(member.token_ids.shape[0]) + 4 * len(member.text) + routed
+    shown = sum(len(image) for image in {each.data for each in member.images})
+    return BYTES_PER_TOKEN * int(member.token_ids.shape[0]) + 4 * len(member.text) + routed + shown

@@ -9,8 +9,8 @@ CLASS: Final = re.compile(r"(?:[A-Za-z_]\w*\.)+[A-Za-z_]\w*")
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 """Of a tool that a file is written for: the file and its function are named after it."""
 FILE: Final = re.compile(rf"flotilla_({NAME.pattern})_tool\.py")
-WITH_IMAGES: Final = ("ImageZoomInTool",)
-"""Classes of verl's whose results are images."""
+OF_ITS_ROWS: Final = ("ImageZoomInTool",)
+"""Classes of verl's that it gives the images of the row."""
 TEXT: Final = '''"""Plays a tool class by verl's protocol. Written by `flotilla import verl`.
 
 {module} is imported where rollouts run: it lies beside this file, or is installed there. What tools import of verl
@@ -20,6 +20,7 @@ rewards that it gives are left aside.
 
 import importlib
 import importlib.util
+import io
 import json
 import sys
 import types
@@ -115,9 +116,20 @@ async def call_{name}(*, row, **arguments):
     finally:
         if instance is not None:
             await TOOL.release(instance)
-    if getattr(found, "image", None) or getattr(found, "video", None):
-        raise ConnectionError("the tool's result is an image, and results are text here")
-    return found if isinstance(found, str) else found.text or ""
+    if getattr(found, "video", None):
+        raise ConnectionError("the tool's result is a video, and results are text and images here")
+    text = found if isinstance(found, str) else found.text or ""
+    images = [{{"type": "image", "image": _encoded(each)}} for each in getattr(found, "image", None) or ()]
+    return [{{"type": "text", "text": text}}, *images] if images else text
+
+
+def _encoded(image):
+    """Return an encoded image, or its data: URI, as it is, and one of Pillow's as a PNG."""
+    if isinstance(image, (bytes, str)):
+        return image
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def _given(row):
@@ -177,8 +189,8 @@ def why_not(path: str, schema: object, name: str | None) -> str | None:
         return f"{path or 'what is no class'} is no class in a module, as package.module.Class"
     if name is not None and path.partition(".")[0] == f"flotilla_{name}_tool":
         return f"{path} is in a module of the name of the file that is written: give it another name"
-    if kind in WITH_IMAGES:
-        return f"{kind} answers with images, and results of tools are text here"
+    if kind in OF_ITS_ROWS:
+        return f"{kind} is given the images of the row, and tools are given its other columns here"
     if name is None or not isinstance(schema, Mapping):
         return (
             f"{kind} has no tool_schema with a function's name here, of letters, digits and _, 64 at most, and the "

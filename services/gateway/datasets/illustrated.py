@@ -5,9 +5,7 @@ messages (``image_url`` with a ``data:`` URI). Nothing is fetched: a row that na
 whoever wrote the rows would choose what this machine asks for. A path leads to no file outside the data set's folder.
 """
 
-import base64
-import binascii
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,8 @@ from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError
 from flotilla.shared.locations.allowed import Places
 from flotilla.shared.schemas.task import IMAGE_MARK
-from flotilla.shared.vision.files import MOST_BYTES, check_file, size_of
-
-DATA_URI = "data:"
-OWN_IMAGE = ("url", "bytes", "path", "base64")
-"""Where a part of a message may have its image."""
+from flotilla.shared.vision.files import check_file
+from flotilla.shared.vision.parts import DATA_URI, Part, checked, data_of, marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +83,11 @@ class ImageFolder:
         if isinstance(value, Mapping):
             value = next((value[name] for name in ("bytes", "path", "image") if value.get(name) is not None), None)
         if isinstance(value, bytes):
-            return _checked(value)
+            return StoredImage(checked(value))
         if not isinstance(value, str):
             raise DataError(f"an image must be bytes, a path or a data: URI, and is {type(value).__name__}")
         if value.startswith(DATA_URI):
-            return _checked(data_of(value))
+            return StoredImage(checked(data_of(value)))
         return self._in_folder(value)
 
     def _in_folder(self, written: str) -> StoredImage:
@@ -109,28 +104,6 @@ class ImageFolder:
             raise DataError(f"the image {written[:80]!r} is not in {self._folder}: set data.images.folder")
         check_file(path)
         return StoredImage(path=path)
-
-
-def data_of(uri: str) -> bytes:
-    """Decode a ``data:`` URI.
-
-    Raises:
-        DataError: it is none of an image, in base64, of at most ``MOST_BYTES``.
-    """
-    head, _, body = uri.partition(",")
-    if not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise DataError(f"a data: URI of an image begins with data:image/TYPE;base64, got {head[:60]!r}")
-    if len(body) > MOST_BYTES * 4 // 3 + 4:
-        raise DataError(f"an image has more than {MOST_BYTES} bytes")
-    try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise DataError(f"a data: URI is no base64: {error}") from error
-
-
-def _checked(data: bytes) -> StoredImage:
-    size_of(data)
-    return StoredImage(data)
 
 
 def illustrated(row: Row, config: DataConfig, images: ImagesConfig, number: int) -> Row:
@@ -159,56 +132,18 @@ def illustrated(row: Row, config: DataConfig, images: ImagesConfig, number: int)
     return {**row, config.prompt_column: chat, images.column: tuple(found)}
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a message.
+def _image_of(part: Part, had: Iterator[StoredImage]) -> StoredImage:
+    """Return the image of a part: its own, or the column's next.
 
-    Attributes:
-        text: None of an image.
-        source: of an image; None where the row's column has it.
+    Raises:
+        DataError: it is at a URL, or the column has no other.
     """
-
-    text: str | None
-    source: Any = None
-
-    @classmethod
-    def of(cls, written: Any) -> "Part":
-        """Read one.
-
-        Raises:
-            DataError: it is no part that is known.
-        """
-        fields = written if isinstance(written, Mapping) else {}
-        kind = fields.get("type", "text" if fields.get("text") is not None else None)
-        if kind == "text":
-            text = str(fields.get("text") or "")
-            if IMAGE_MARK in text:
-                raise DataError(f"a text beside other parts has {IMAGE_MARK}: write the image as a part of its own")
-            return cls(text)
-        if kind not in {"image", "image_url"}:
-            raise DataError(f"a part of a message must be text, image or image_url, and is {kind or written!r}"[:200])
-        # Whatever names an image of its own is never taken for the column's next one.
-        source = _first_of(fields, (kind, *OWN_IMAGE))
-        return cls(None, _first_of(source, OWN_IMAGE) if isinstance(source, Mapping) else source)
-
-    def image(self, had: Iterator[StoredImage]) -> StoredImage:
-        """Return the image: its own, or the column's next.
-
-        Raises:
-            DataError: it is at a URL, or the column has no other.
-        """
-        if self.source is None:
-            found = next(had, None)
-            if found is None:
-                raise DataError("it has more parts that are images than its column has images")
-            return found
-        if isinstance(self.source, bytes):
-            return _checked(self.source)
-        if not isinstance(self.source, str) or not self.source.startswith(DATA_URI):
-            raise DataError(
-                f"the image {str(self.source)[:80]!r} is not in the row, and none is fetched: write a data: URI"
-            )
-        return _checked(data_of(self.source))
+    if part.source is not None:
+        return StoredImage(part.image())
+    found = next(had, None)
+    if found is None:
+        raise DataError("it has more parts that are images than its column has images")
+    return found
 
 
 def _from_parts(chat: list[Any], had: Iterator[StoredImage]) -> tuple[list[Any], list[StoredImage]]:
@@ -222,14 +157,10 @@ def _from_parts(chat: list[Any], had: Iterator[StoredImage]) -> tuple[list[Any],
             found += [image for _, image in zip(range(content.count(IMAGE_MARK)), had, strict=False)]
         elif isinstance(content, list):
             parts = [Part.of(each) for each in content]
-            found += [part.image(had) for part in parts if part.text is None]
-            content = "".join(IMAGE_MARK if part.text is None else part.text for part in parts)
+            found += [_image_of(part, had) for part in parts if part.text is None]
+            content = marked(parts)
         messages.append({**message, "content": content} if isinstance(message, Mapping) else message)
     return messages, found
-
-
-def _first_of(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _content(message: Any) -> Any:

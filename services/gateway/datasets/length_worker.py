@@ -27,16 +27,16 @@ def count(
 
     ``images`` are those of each prompt, in base64, which ``processor`` processes.
     """
-    from flotilla.shared.schemas.task import Message
+    from flotilla.shared.schemas.task import Message, with_images
 
     lengths: list[int] = []
     texts: list[str] = []
     for index, prompt in enumerate(prompts):
         try:
-            messages = [Message(*message) for message in prompt]
+            messages = [Message(role, content) for role, content in prompt]
             if images is not None and images[index]:
                 shown = [b64decode(image) for image in images[index]]
-                token_ids = template.illustrated_ids(tokenizer, messages, shown, processor)
+                token_ids = template.illustrated_ids(tokenizer, with_images(messages, shown), processor)
             else:
                 token_ids = template.token_ids(tokenizer, messages)
             lengths.append(len(token_ids))
@@ -55,7 +55,7 @@ def render(tokenizer: Any, template: Any, conversations: list[list[list[str]]], 
     rendered: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for index, (conversation, start) in enumerate(zip(conversations, starts, strict=True)):
         try:
-            found = rendered_by(tokenizer, template, [Message(*message) for message in conversation], start)
+            found = rendered_by(tokenizer, template, [Message(role, content) for role, content in conversation], start)
         except Exception as error:  # a chat template may raise whatever it likes
             return {"error": f"{type(error).__name__}: {error}"[:500], "index": index}
         rendered.append((found.token_ids, found.loss_mask))

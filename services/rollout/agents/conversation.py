@@ -13,11 +13,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from flotilla.services.rollout.agents.requests import canonical, plain_messages
+from flotilla.services.rollout.agents.requests import (
+    SentImages,
+    canonical,
+    characters_of,
+    images_in,
+    plain_messages,
+)
 from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Completion
+from flotilla.services.rollout.engines.requests import condensed
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
 from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.schemas.prompt_image import PromptImage, moved, within
 from flotilla.shared.schemas.routing import RoutedSpan
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
 
@@ -61,7 +69,7 @@ class ContextBound:
         Raises:
             ContextTooLong: they cannot.
         """
-        self.check_text(sum(len(each["content"]) for each in messages if each.get("role") != "assistant"))
+        self.check_text(sum(characters_of(each) for each in messages if each.get("role") != "assistant"))
 
     def check_tokens(self, num_tokens: int) -> None:
         """Check that a prompt leaves room for a reply.
@@ -131,6 +139,7 @@ class Prompt:
         reply: the recorded reply that it continues.
         is_refused: a reply was found, but the template renders it in another way once something follows.
         said: of a text completion, the whole prompt.
+        images: among ``token_ids``.
     """
 
     token_ids: tuple[int, ...]
@@ -140,6 +149,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     said: str = ""
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +164,7 @@ class Draft:
     Attributes:
         prompt_ids: all tokens before it.
         shown: the last of them, which its branch does not have yet.
+        images: among all tokens.
     """
 
     branch: Branch
@@ -161,6 +172,12 @@ class Draft:
     prompt_ids: tuple[int, ...]
     shown: tuple[int, ...]
     is_new: bool
+    images: tuple[PromptImage, ...] = ()
+
+    @property
+    def read_ids(self) -> tuple[int, ...]:
+        """The prompt with one token of each image."""
+        return condensed(self.prompt_ids, self.images)
 
 
 @dataclass
@@ -172,18 +189,21 @@ class Conversations:
         context_tokens: of the engine.
         max_branches: trajectories at most.
         tally: counts renders.
+        max_images: that a prompt may have.
     """
 
     template: ChatTemplate
     context_tokens: int
     max_branches: int
     tally: RenderTally = field(default_factory=RenderTally)
+    max_images: int = 0
 
     def __post_init__(self) -> None:
         self._branches: list[Branch] = []
         self._replies: dict[bytes, Reply] = {}
         self._texts: list[Reply] = []
         self._num_begun = 0
+        self._sent = SentImages()
 
     @cached_property
     def bound(self) -> ContextBound:
@@ -197,23 +217,34 @@ class Conversations:
             InvalidRequest: the template does not take it.
             ContextTooLong: it does not fit the engine's context.
         """
-        plain = plain_messages(messages)
+        plain = plain_messages(messages, self._sent)
+        self._check_images(len(images_in(plain)))
         self.bound.check_messages(plain)
-        names = _names(messages, tools)
+        names = _names(plain, tools)
         given: dict[str, Any] = {"messages": tuple(plain), "tools": tuple(tools)}
         for count in range(len(plain) - 1, 0, -1):
             reply = self._replies.get(names[count])
             if reply is None:
                 continue
             last = reply.branch.builder.token_ids[reply.num_tokens - 1]
-            added = self.template.continuation([*reply.history], [*reply.history, *plain[count:]], tools, last)
+            new = plain[count:]
+            added = self.template.continuation([*reply.history], [*reply.history, *new], tools, last, images_in(new))
             if added is None:
                 given["is_refused"] = True
                 break
-            return Prompt(added.token_ids, added.text, reply, **given)
+            return Prompt(added.token_ids, added.text, reply, images=added.images, **given)
         text = self.template.prompt(plain, tools)
         self.bound.check_text(len(text))
-        return Prompt(self.template.token_ids(text), text, **given)
+        token_ids, images = self.template.illustrated(text, images_in(plain))
+        return Prompt(token_ids, text, images=images, **given)
+
+    def _check_images(self, count: int) -> None:
+        if count and not self.max_images:
+            raise InvalidRequest("messages have images, and the policy is shown none: the spec has no data.images")
+        if count > self.max_images:
+            raise InvalidRequest(
+                f"messages have {count} images, and a prompt {self.max_images} at most (data.images.max_per_prompt)"
+            )
 
     def text_prompt(self, prompt: str | Sequence[int]) -> Prompt:
         """Tokenise a text, or what of it, or of token ids, continues a recorded completion.
@@ -259,15 +290,17 @@ class Conversations:
         """
         self.tally.refused += prompt.is_refused
         if prompt.reply is None:
-            return self._fresh(prompt, prompt.token_ids)
+            return self._fresh(prompt, prompt.token_ids, prompt.images)
         branch, num_tokens = prompt.reply.branch, prompt.reply.num_tokens
         recorded = branch.builder.token_ids
         if prompt.token_ids and not branch.is_busy and num_tokens == len(recorded):
             branch.is_busy = True
-            return Draft(branch, prompt, recorded + prompt.token_ids, prompt.token_ids, is_new=False)
-        return self._fresh(prompt, recorded[:num_tokens] + prompt.token_ids)
+            whole = (*branch.builder.images, *moved(prompt.images, num_tokens))
+            return Draft(branch, prompt, recorded + prompt.token_ids, prompt.token_ids, is_new=False, images=whole)
+        images = (*within(branch.builder.images, 0, num_tokens), *moved(prompt.images, num_tokens))
+        return self._fresh(prompt, recorded[:num_tokens] + prompt.token_ids, images)
 
-    def _fresh(self, prompt: Prompt, prompt_ids: tuple[int, ...]) -> Draft:
+    def _fresh(self, prompt: Prompt, prompt_ids: tuple[int, ...], images: tuple[PromptImage, ...]) -> Draft:
         if not prompt_ids:
             raise InvalidRequest("the prompt has no token")
         if len(self._branches) + self._num_begun >= self.max_branches:
@@ -276,7 +309,8 @@ class Conversations:
                 "(rollout.agents.max_branches)"
             )
         self._num_begun += 1
-        return Draft(Branch(TrajectoryBuilder(self.tally), is_busy=True), prompt, prompt_ids, prompt_ids, is_new=True)
+        branch = Branch(TrajectoryBuilder(self.tally), is_busy=True)
+        return Draft(branch, prompt, prompt_ids, prompt_ids, is_new=True, images=images)
 
     def keep(
         self,
@@ -299,7 +333,7 @@ class Conversations:
         if draft.is_new:
             self._num_begun -= 1
             self._branches.append(branch)
-        builder.show(draft.shown, draft.prompt.text)
+        builder.show(draft.shown, draft.prompt.text, images=draft.images if draft.is_new else draft.prompt.images)
         builder.sample(
             completion.token_ids,
             completion.log_probs,

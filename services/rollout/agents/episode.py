@@ -201,7 +201,13 @@ class Episode:
         self._tally = tally
         self._threads = threads
         context_tokens = spec.rollout.engine.context_tokens
-        self._conversations = Conversations(template, context_tokens, self._config.max_branches)
+        images = spec.data.images
+        self._conversations = Conversations(
+            template,
+            context_tokens,
+            self._config.max_branches,
+            max_images=0 if images is None else images.max_per_prompt,
+        )
         self._began = self._heard = clock()
         # Requests are prepared one after another: so they are numbered, and find each other's replies, in their order.
         self._preparing = asyncio.Lock()
@@ -402,6 +408,7 @@ class Episode:
             sampling=parameters,
             holds_weights=self._is_held_out,
             is_turn=True,
+            images=draft.images,
         )
         try:
             (completion,) = await self._engine.generate(generation)
@@ -453,7 +460,7 @@ class Episode:
         self._conversations.keep(draft, completion, reply.text, reply.message, reply.endings, sampled.experts)
         if self._tally is not None:
             if draft.is_new:
-                self._tally.add_prompt(draft.prompt_ids)
+                self._tally.add_prompt(draft.read_ids)
             self._tally.add_completion(completion.token_ids)
         if isinstance(request, ResponsesChat) and request.asked.store is not False:
             assert isinstance(reply, ResponsesReply) and reply.message is not None

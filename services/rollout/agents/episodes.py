@@ -11,13 +11,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone, Threads
 from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Engine
+from flotilla.services.rollout.episodes.observations import content_of
 from flotilla.services.rollout.episodes.resumption import resume_rule, rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.shared.config.sections.data import PLACE
@@ -266,13 +267,23 @@ class AgentEpisodes:
                     raise NoTask("no episode that is open was begun by this key")
                 task, opened = known or self._begin()
                 if key is not None:
+                    if task.images:
+                        # Those of episodes that have ended are of no use, and hold their images.
+                        self._by_key = OrderedDict(each for each in self._by_key.items() if self._known(each[0]))
                     self._by_key[key] = task, opened
                     if len(self._by_key) > MAX_ENDED:
                         self._by_key.popitem(last=False)
         except TimeoutError:
             raise NoTask("every episode of the tasks here is with an agent: ask again") from None
-        prompt = await self.threads.run(lambda: self._prompt(task))
-        return opened.model_copy(update={"task": opened.task.model_copy(update={"prompt": prompt})})
+        whole = await self.threads.run(lambda: self._whole(task))
+        return opened.model_copy(update={"task": opened.task.model_copy(update=whole)})
+
+    def _whole(self, task: Task) -> dict[str, Any]:
+        """Make what of a task is large, and not kept with its episode: prompt, and messages with images. Blocks."""
+        if not task.images:
+            return {"prompt": self._prompt(task)}
+        shown = (EpisodeMessage(role=each.role, content=content_of(each)) for each in task.shown_messages)
+        return {"prompt": self._prompt(task), "messages": tuple(shown)}
 
     def _known(self, key: str | None) -> tuple[Task, OpenedEpisode] | None:
         """Find what was begun by a key and is open."""

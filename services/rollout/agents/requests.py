@@ -7,17 +7,22 @@ kind is refused, not ignored: an agent that asks for it would be trained on some
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, ValidationError
 
 from flotilla.shared.config.sections.rollout import SamplingConfig
-from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.errors import DataError, InvalidRequest
 from flotilla.shared.schemas.wire import TolerantWire
+from flotilla.shared.vision.files import digest_of
+from flotilla.shared.vision.parts import Part
 
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 256
 MAX_STOPS: Final = 4
+IMAGE: Final = "image_url"
+"""Type of a part that is an image."""
 
 ModelName = Annotated[str, Field(max_length=256)]
 """Any name is taken, and given back."""
@@ -94,7 +99,7 @@ def check_chat(request: ChatRequest, *sampling: SamplingConfig) -> None:
     for number, message in enumerate(request.messages):
         if not isinstance(message.get("role"), str):
             raise InvalidRequest(f"messages.{number}.role must be a string")
-        _check_content(number, message.get("content"))
+        _check_content(number, message)
     if request.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("tool_choice must be auto or none: the policy decides which tools it calls")
     if request.response_format not in (None, {"type": "text"}):
@@ -150,14 +155,15 @@ def _check_sampling(request: AnyRequest, sampling: Sequence[SamplingConfig]) -> 
         raise InvalidRequest(f"stop has at most {MAX_STOPS} strings, none of them empty")
 
 
-def _check_content(number: int, content: object) -> None:
+def _check_content(number: int, message: Message) -> None:
+    content, role = message.get("content"), message.get("role")
     if content is None or isinstance(content, str):
         return
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") in {"text", "refusal"} for part in content
-    ):
+    kinds = {"text", "refusal"} if role == "assistant" else {"text", "refusal", IMAGE}
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") in kinds for part in content):
         return
-    raise InvalidRequest(f"messages.{number}.content must be text, or parts of type text")
+    known = "of type text" if role == "assistant" else f"of type text or {IMAGE}"
+    raise InvalidRequest(f"messages.{number}.content must be text, or parts {known}")
 
 
 def stops_of(request: AnyRequest) -> tuple[str, ...]:
@@ -171,14 +177,73 @@ def wanted_tokens(request: AnyRequest) -> int | None:
     return longer or request.max_tokens
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Make messages as chat templates take them: contents are texts, arguments of tool calls are mappings."""
-    return [_plain(message) for message in messages]
+@dataclass(frozen=True, slots=True)
+class SentImage:
+    """An image among the parts of a message. It is written as its name: that of its content."""
+
+    data: bytes
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
 
 
-def _plain(message: Message) -> dict[str, Any]:
+class SentImages:
+    """The images that an agent has sent, each distinct one once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, SentImage] = {}
+
+    def read(self, number: int, part: Message) -> SentImage:
+        """Read a part.
+
+        Raises:
+            InvalidRequest: it has no image of its own that can be read.
+        """
+        try:
+            data = Part.of(part).image()
+        except DataError as error:
+            raise InvalidRequest(f"messages.{number}.content: {error.detail}") from error
+        name = digest_of(data)
+        return self._known.setdefault(name, SentImage(data, name))
+
+
+def images_in(messages: Sequence[Message]) -> list[bytes]:
+    """List the images of plain messages, in order."""
+    parts = [part for message in messages if isinstance(content := message["content"], list) for part in content]
+    return [part["image"].data for part in parts if part["type"] == "image"]
+
+
+def characters_of(message: Message) -> int:
+    """Count the characters of a plain message's texts."""
+    content = message["content"]
+    return sum(len(part.get("text", "")) for part in content) if isinstance(content, list) else len(content)
+
+
+def plain_messages(messages: Sequence[Message], images: SentImages | None = None) -> list[dict[str, Any]]:
+    """Make messages as chat templates take them: contents are texts, or with images parts, and arguments mappings.
+
+    Args:
+        messages: as they came, or plain already.
+        images: of the agent, where messages may have any.
+
+    Raises:
+        InvalidRequest: an image cannot be read.
+    """
+    return [_plain(message, number, images) for number, message in enumerate(messages)]
+
+
+def _plain(message: Message, number: int = 0, images: SentImages | None = None) -> dict[str, Any]:
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and any(part.get("type") == IMAGE for part in content):
+        assert images is not None
+        content = [
+            {"type": "image", "image": images.read(number, part)}
+            if part.get("type") == IMAGE
+            else {"type": "text", "text": str(part.get("text", part.get("refusal", "")))}
+            for part in content
+        ]
+    elif isinstance(content, list) and not any(part.get("type") == "image" for part in content):
         content = "".join(str(part.get("text", part.get("refusal", ""))) for part in content)
     made = {name: value for name, value in message.items() if value is not None and name not in {"content", "refusal"}}
     made["content"] = content or ""

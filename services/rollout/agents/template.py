@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
-from flotilla.shared.errors import InvalidRequest, ModelError
+from flotilla.shared.errors import DataError, InvalidRequest, ModelError
+from flotilla.shared.schemas.prompt_image import PromptImage, moved
 from flotilla.shared.schemas.task import Message
 
 ChatMessage = Mapping[str, Any]
@@ -17,10 +18,12 @@ class Continuation(NamedTuple):
     Attributes:
         token_ids: of it.
         text: the same, for people.
+        images: among the tokens.
     """
 
     token_ids: tuple[int, ...]
     text: str
+    images: tuple[PromptImage, ...] = ()
 
 
 class ChatTemplate:
@@ -48,6 +51,8 @@ class ChatTemplate:
             return self._render(messages, tools, opens=True)
         if tools:
             raise InvalidRequest("the model has no chat template, so it cannot be told of tools")
+        if any(not isinstance(each["content"], str) for each in messages):
+            raise InvalidRequest("the model has no chat template, so it cannot be shown images")
         plain = [Message(each["role"], each["content"]) for each in messages]
         return self.text(self._renderer.prompt_ids(plain), with_special_tokens=True)
 
@@ -57,11 +62,13 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
         last_token: int,
+        images: Sequence[bytes] = (),
     ) -> Continuation | None:
         """Render and tokenise what ``messages`` add behind ``history``, whose last message is a reply in tokens.
 
         Args:
             last_token: that the policy sampled of the reply.
+            images: of what is added.
 
         Returns:
             None where the template renders ``history`` in another way once something follows it.
@@ -72,21 +79,34 @@ class ChatTemplate:
         before, after = self._render(history, tools, opens=False), self._render(messages, tools, opens=True)
         if not (before.endswith(end) and after.startswith(before)):
             return None
-        return self._without(last_token, end + after[len(before) :])
+        return self._without(last_token, end + after[len(before) :], images)
 
-    def _without(self, last_token: int, added: str) -> Continuation:
+    def _without(self, last_token: int, added: str, images: Sequence[bytes]) -> Continuation:
         """Tokenise what the template puts behind a reply, without the token that ends it where it was sampled.
 
         Tokens are compared, not texts: a reply that was cut after ``<`` does not have the beginning of ``<|im_end|>``.
         """
-        token_ids = self.token_ids(added)
+        token_ids, placed = self.illustrated(added, images)
         if last_token in self.stop_token_ids:
             # Some tokenizers put a mark of their own before every text.
             for place, token in enumerate(token_ids[:2]):
                 if token == last_token:
                     ended = self.text([token], with_special_tokens=True)
-                    return Continuation(token_ids[place + 1 :], added.removeprefix(ended))
-        return Continuation(token_ids, added)
+                    return Continuation(token_ids[place + 1 :], added.removeprefix(ended), moved(placed, -place - 1))
+        return Continuation(token_ids, added, placed)
+
+    def illustrated(self, text: str, images: Sequence[bytes]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Tokenise a rendered text with a place for each image, and find these.
+
+        Raises:
+            InvalidRequest: the model takes none, or the text has not one place for each.
+        """
+        if not images:
+            return self.token_ids(text), ()
+        try:
+            return self._renderer.tokenised(text, images)
+        except (DataError, ModelError) as error:
+            raise InvalidRequest(error.detail) from error
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise a text that special tokens may be in."""

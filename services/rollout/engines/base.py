@@ -21,8 +21,9 @@ import numpy.typing as npt
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import WorkerDied
 from flotilla.shared.schemas.engine import EngineCapability
+from flotilla.shared.schemas.prompt_image import PromptImage as PromptImage
 from flotilla.shared.schemas.publication import PublicationOrder
-from flotilla.shared.schemas.routing import EncodedBytes, RoutedExperts
+from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import FinishReason
 
 
@@ -109,21 +110,6 @@ class SamplingParameters:
     def penalties(self) -> tuple[float, float, float]:
         """Of repetition, presence, frequency."""
         return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-
-
-@dataclass(frozen=True, slots=True)
-class PromptImage:
-    """An image of a prompt.
-
-    Attributes:
-        start: position of its first token in the prompt.
-        num_tokens: that stand for it.
-        data: as it was encoded.
-    """
-
-    start: int
-    num_tokens: int
-    data: EncodedBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What an environment is, and how a text becomes an action.
 
-The contract is the one of gymnasium, with text for observations and actions, so environments written for it (or for
-GEM and ROLL) run as they are.
+The contract is the one of gymnasium, with text for actions, and for observations text, or parts of which some are
+images; so environments written for it (or for GEM and ROLL) run as they are.
 """
 
 import inspect
@@ -21,7 +21,11 @@ observation where it is left out.
 ``action`` and ``is_valid`` (of ``step``): what the text was read as, and whether that is an action; the whole text, and
 True, where they are left out. ``remembered``: what later turns are shown in the observation's place.
 """
-Step = tuple[str, float, bool, bool, Info]
+Observation = str | Sequence[Mapping[str, Any]]
+"""What is shown: a text, or parts as OpenAI writes them, ``{"type": "text", "text": ...}`` and
+``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``, or ``{"type": "image", "image": bytes}``
+of an encoded image."""
+Step = tuple[Observation, float, bool, bool, Info]
 """Observation, reward, whether the episode is over, whether a limit of the environment's own ended it, and info."""
 
 
@@ -32,7 +36,7 @@ class Environment(Protocol):
     parameter ``row`` is given the task's, see ``row_of``.
     """
 
-    def reset(self, seed: int) -> tuple[str, Info]:
+    def reset(self, seed: int) -> tuple[Observation, Info]:
         """Begin an episode."""
 
     def step(self, text: str) -> Step:

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from flotilla.services.rollout.custom.process import CustomProcess
-from flotilla.services.rollout.environments.base import Environment, Info, Step, reset, row_of
+from flotilla.services.rollout.environments.base import Environment, Info, Observation, Step, reset, row_of
 from flotilla.services.rollout.environments.loading import load_environment, needs_no_thread
 from flotilla.services.rollout.environments.memory import INSTRUCTION, TurnMemory, filled
-from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown, with_observation
+from flotilla.services.rollout.episodes.conversation import Conversation, Reply
+from flotilla.services.rollout.episodes.observations import message_of, shown, text_of, with_observation
 from flotilla.shared.children.custom_code import describe
 from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
 from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig, MemoryConfig
@@ -36,7 +37,7 @@ class ProcessEnvironment:
         self._process, self._number = process, number
         self.name = name
 
-    async def reset(self, seed: int, row: Mapping[str, Any]) -> tuple[str, Info]:
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> tuple[Observation, Info]:
         """See ``Environment.reset``."""
         observation, info = await self._process.ask("reset", self._number, (seed, row))
         return observation, info
@@ -113,7 +114,7 @@ class EnvironmentConversation:
         found = await self._call(lambda: reset(self._made, seed, row_of(self._task)))
         observation, info = found if isinstance(found, tuple) else (found, {})
         self._measure(info)
-        messages = self._task.messages
+        messages = self._task.shown_messages
         self._instruction = shown(info.get("instruction") or "")
         if self._instruction and not any(each.content for each in messages if each.role == "user"):
             messages = tuple(each for each in messages if each.role == "system" and each.content)
@@ -121,7 +122,7 @@ class EnvironmentConversation:
                 messages = (*messages, Message("user", self._instruction))
         self._opening = messages
         state = _number(info, observation)
-        return Reply(with_observation(messages, self._written(observation, info)), state=state)
+        return Reply(with_observation(messages, await self._told(observation, info)), state=state)
 
     async def answer(self, text: str, *, is_cut: bool) -> Reply:
         """Step."""
@@ -141,9 +142,9 @@ class EnvironmentConversation:
         self._turn += 1
         state = _number(info, observation)
         if self._memory is None:
-            return Reply((Message("user", self._written(observation, info)),), value, finish, state)
+            return Reply((await self._told(observation, info),), value, finish, state)
         self._memory.answered(text, value, info)
-        messages = with_observation(self._opening, self._written(observation, info))
+        messages = with_observation(self._opening, await self._told(observation, info))
         return Reply(messages, value, finish, state, is_fresh=True)
 
     async def close(self) -> None:
@@ -155,12 +156,20 @@ class EnvironmentConversation:
             except EpisodeFailed:
                 return
 
-    def _written(self, observation: object, info: Info) -> str:
-        seen = shown(observation)
+    async def _told(self, observation: Observation, info: Info) -> Message:
+        """Write an observation as the user's message."""
+        if isinstance(observation, str):
+            return Message("user", self._written(shown(observation), shown(observation), info))
+        # Images take longer to be read than health and leases may wait for the loop.
+        seen = await asyncio.to_thread(message_of, "user", observation)
+        return Message("user", self._written(seen.content, text_of(observation), info), seen.images)
+
+    def _written(self, seen: str, text: str, info: Info) -> str:
         places = {"{turn}": str(self._turn), "{turns_left}": str(self._max_turns - self._turn + 1)}
         if self._memory is not None:
             places |= self._memory.places() | {INSTRUCTION: self._instruction}
-            self._memory.seen(shown(info.get("remembered", observation)))
+            # What is remembered is text: later turns see an image of an earlier one no more.
+            self._memory.seen(shown(info.get("remembered", text)))
         if self._template is None:
             return seen
         return filled(self._template, places | {"{observation}": seen})

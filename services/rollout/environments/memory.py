@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final
 
-from flotilla.services.rollout.episodes.conversation import shown
+from flotilla.services.rollout.episodes.observations import shown
 from flotilla.shared.config.sections.episodes import MemoryConfig
 
 INSTRUCTION: Final = "{instruction}"

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from flotilla.services.rollout.environments.base import Info, Step, answer_of
+from flotilla.services.rollout.environments.base import Info, Observation, Step, answer_of
 from flotilla.shared.environment.settings import GRADER_NETWORKS, LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed
 from flotilla.shared.net.client.address_policy import AddressRefused, permitted_address
 from flotilla.shared.net.client.bearer_client import tls_context
+from flotilla.shared.vision.parts import are_parts
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -42,7 +43,7 @@ class OpenEnv:
         url: of the server, as ``http://127.0.0.1:8000``.
         action: field of the action that the policy's text becomes; None: the text is the action, a JSON object.
         more: further fields of every action.
-        observation: field of the observation that is shown; None: all of it, as JSON.
+        observation: field of the observation that is shown, a text or parts with images; None: all of it, as JSON.
         reset: further arguments of a reset, beside the seed.
         format_penalty: reward of a text that is no action, where ``action`` is None.
         networks: that are not public, and that the URL may lead to.
@@ -78,10 +79,10 @@ class OpenEnv:
         self._action, self._more, self._observation = action, dict(more or {}), observation
         self._reset, self._format_penalty, self._networks = dict(reset or {}), format_penalty, networks
         self._connection: ClientConnection | None = None
-        self._shown = ""
+        self._shown: Observation = ""
         self._is_graded = False
 
-    async def reset(self, seed: int) -> tuple[str, Info]:
+    async def reset(self, seed: int) -> tuple[Observation, Info]:
         """Open a session and begin in it; a server that is full is asked again until this is cancelled.
 
         Raises:
@@ -152,16 +153,17 @@ class OpenEnv:
             return None
         return {**self._more, **given} if isinstance(given, dict) else None
 
-    def _read(self, answer: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+    def _read(self, answer: Mapping[str, Any]) -> tuple[Observation, float | None, bool]:
         data = answer.get("data")
         observation = data.get("observation") if isinstance(data, Mapping) else None
         if answer.get("type") != "observation" or not isinstance(data, Mapping) or not isinstance(observation, Mapping):
             raise EpisodeFailed(f"the server's message is no observation: {str(answer)[:200]}")
+        shown: Observation
         if self._observation is None:
             shown = json.dumps(observation, ensure_ascii=False, sort_keys=True)
         elif self._observation in observation:
             value = observation[self._observation]
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            shown = value if isinstance(value, str) or are_parts(value) else json.dumps(value, ensure_ascii=False)
         else:
             fields = ", ".join(sorted(map(str, observation)))
             raise EpisodeFailed(f"the observation has no field {self._observation!r}; it has {fields}")

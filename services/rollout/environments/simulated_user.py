@@ -11,13 +11,15 @@ from typing import Any, Final
 
 import httpx
 
-from flotilla.services.rollout.environments.base import Info, Step, without_thought
+from flotilla.services.rollout.environments.base import Info, Observation, Step, without_thought
+from flotilla.services.rollout.episodes.observations import text_of
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed
 from flotilla.shared.net.absence import BUSY_STATUS, may_pass
 from flotilla.shared.net.client.bounded_json import parse_json
 from flotilla.shared.net.client.checked_transport import checked_client
 from flotilla.shared.net.retry import OTHERS_FIRST_PAUSE_SECONDS, OTHERS_LONGEST_PAUSE_SECONDS, Backoff, retry
+from flotilla.shared.vision.parts import are_parts
 
 INSTRUCTION: Final = """\
 You are a user who writes to an assistant. Stay in that role: write only what the user says next, in plain words. When \
@@ -88,7 +90,7 @@ class SimulatedUser:
         self._messages: list[dict[str, str]] = []
         self._seed = 0
 
-    async def reset(self, seed: int, row: Mapping[str, Any]) -> tuple[str, Info]:
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> tuple[Observation, Info]:
         """Begin; see ``row_of`` for what ``row`` has.
 
         Raises:
@@ -138,15 +140,17 @@ class SimulatedUser:
 
         return PLACE.sub(value, self._instruction)
 
-    async def _next(self) -> tuple[str, float, bool]:
+    async def _next(self) -> tuple[Observation, float, bool]:
         backoff = Backoff(OTHERS_FIRST_PAUSE_SECONDS, OTHERS_LONGEST_PAUSE_SECONDS)
         # The episode's bound of a step ends the attempts.
-        text = await retry(
+        answer = await retry(
             self._ask,
             waiting_for="simulated user",
             backoff=backoff,
             is_retryable=lambda error: isinstance(error, _Busy),
         )
+        images = [each for each in answer if not isinstance(each, str) and each.get("type") != "text"]
+        text = text_of(answer)
         self._messages.append({"role": "assistant", "content": text})
         # A thought that is cut before its end is no word of the user's.
         said = without_thought(text).partition(THOUGHT)[0]
@@ -155,11 +159,12 @@ class SimulatedUser:
             scores = self._score.findall(said)
             reward, said = float(scores[-1]) if scores else 0.0, self._score.sub("", said)
         shown, mark, _ = said.partition(self._stop)
-        if not mark and not shown.strip():
+        if not mark and not shown.strip() and not images:
             raise EpisodeFailed("the model that plays the user said nothing: if it thinks, give it more max_tokens")
-        return shown.strip(), reward, bool(mark)
+        seen = shown.strip()
+        return [{"type": "text", "text": seen}, *images] if images else seen, reward, bool(mark)
 
-    async def _ask(self) -> str:
+    async def _ask(self) -> Observation:
         if self._client is None:
             raise EpisodeFailed("the conversation has ended")
         body = {**self._body, "messages": self._messages, "seed": self._seed}
@@ -176,6 +181,9 @@ class SimulatedUser:
             text = answer["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError):
             text = None
-        if not isinstance(text, str):
-            raise EpisodeFailed("the answer of the model that plays the user has no text at choices[0].message.content")
-        return text
+        if isinstance(text, str):
+            return text
+        if are_parts(text):
+            parts: Observation = text
+            return parts
+        raise EpisodeFailed("the answer of the model that plays the user has no text at choices[0].message.content")

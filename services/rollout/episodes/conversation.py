@@ -52,16 +52,3 @@ class Conversation(Protocol):
 
 ConversationOpener = Callable[[Task, int], Conversation]
 """Opens the other side of one member's episode."""
-
-
-def shown(text: object) -> str:
-    """Write what a tool or an environment said so that it can be encoded: a lone surrogate is no text."""
-    return str(text).encode("utf-8", "replace").decode()
-
-
-def with_observation(messages: tuple[Message, ...], observation: str) -> tuple[Message, ...]:
-    """Put an observation behind the task's messages: into the last one if that is the user's, since roles alternate."""
-    if messages and messages[-1].role == "user":
-        content = "\n\n".join(filter(None, (messages[-1].content, observation)))
-        return (*messages[:-1], Message("user", content))
-    return (*messages, Message("user", observation))

@@ -2,16 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, PromptImage, ResumeRule
+from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, ResumeRule
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply
-from flotilla.services.rollout.episodes.rendering import TurnRenderer, rendered
+from flotilla.services.rollout.episodes.rendering import Illustrated, TurnRenderer, continued, rendered
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
-from flotilla.shared.errors import EnvironmentDiverged, EpisodeFailed, PromptTooLong
+from flotilla.shared.errors import DataError, EnvironmentDiverged, EpisodeFailed, ModelError, PromptTooLong
+from flotilla.shared.models.prompts import images_of
+from flotilla.shared.schemas.prompt_image import PromptImage, within
 from flotilla.shared.schemas.task import Message, Task, sample_seed
 from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
@@ -35,6 +38,7 @@ class Member:
         requests: to the engine.
         renderer, turns: how messages become tokens, and how a turn is sampled.
         max_turns, max_tokens, max_response_tokens: bounds of the episode; of tokens, those that one turn sees.
+        max_images: that one turn sees.
         may_branch: whether the whole conversation is rendered before each turn, and begins a new sequence where that
             is not what the turn before has seen and sampled.
         request_id: of the group; those of turns begin with it.
@@ -59,11 +63,12 @@ class Member:
     renders: RenderTally
     interrupted: asyncio.Event
     may_branch: bool = False
+    max_images: int = 0
     is_greedy: bool = False
     _builder: TrajectoryBuilder = field(init=False)
     _sampling_seconds: float = 0.0
     _resumed: int = 0
-    _images: tuple[PromptImage, ...] = ()
+    _first_images: tuple[PromptImage, ...] = ()
     _said: tuple[Message, ...] = ()
 
     async def play(self) -> Trajectory:
@@ -91,15 +96,15 @@ class Member:
     async def _play(self) -> FinishReason:
         opening = await self._wait_for(self.conversation.begin())
         # Long texts take the tokenizer longer than health and leases may wait for the loop.
-        prompt, self._images = await asyncio.to_thread(rendered, self.renderer, self.task, opening.messages)
-        prompt = self.turns.prompt.fit(prompt, has_images=bool(self._images))
+        prompt, self._first_images = await asyncio.to_thread(self._opened, opening.messages)
+        prompt = self.turns.prompt.fit(prompt, has_images=bool(self._first_images))
         if len(prompt) >= self.max_tokens:
             raise PromptTooLong(
                 f"a prompt of {len(prompt)} tokens leaves no room in the {self.max_tokens} of an episode"
             )
         if self.max_response_tokens is not None:
             self.max_tokens = min(self.max_tokens, len(prompt) + self.max_response_tokens)
-        self._builder.show(prompt, state=opening.state)
+        self._builder.show(prompt, state=opening.state, images=self._first_images)
         self._said = opening.messages
         prefix = None
         if self.before is not None and self._begins_alike(prompt):
@@ -116,6 +121,18 @@ class Member:
             if ended is not None:
                 return ended
 
+    def _opened(self, messages: tuple[Message, ...]) -> Illustrated:
+        """Render the first prompt. Blocks."""
+        if images_of(messages) == list(self.task.images):
+            return rendered(self.renderer, messages)
+        with _shown_by_others():
+            found = rendered(self.renderer, messages)
+        if len(found[1]) > self.max_images:
+            raise EpisodeFailed(
+                f"{len(found[1])} images are shown at first: data.images.max_per_prompt is {self.max_images}"
+            )
+        return found
+
     async def _answer(self, turn: Turn) -> Reply:
         is_cut = turn.finish_reason is FinishReason.LENGTH
         with inner_span("tool", {"flotilla.member": self.index, "flotilla.turn": len(self._builder.turns) - 1}):
@@ -131,24 +148,28 @@ class Member:
             return FinishReason.TURNS
         if self.may_branch:
             self._said += (Message("assistant", turn.text), *reply.messages)
-        context, is_fresh = await asyncio.to_thread(self._context, reply)
-        if len(context) + (0 if is_fresh else len(self._builder.prompt_ids)) >= self.max_tokens:
+        is_illustrated = bool(self._builder.images or images_of(reply.messages))
+        with _shown_by_others() if is_illustrated else nullcontext():
+            (context, images), is_fresh = await asyncio.to_thread(self._context, reply)
+        seen = (0, 0) if is_fresh else (len(self._builder.prompt_ids), len(self._builder.prompt_images))
+        # An image that has no room whole is not shown at all.
+        if seen[0] + len(context) >= self.max_tokens or seen[1] + len(images) > max(self.max_images, seen[1]):
             return FinishReason.TOKENS
         shown = reply.messages[-1:] if reply.is_fresh else reply.messages
-        self._builder.show(context, _text(shown), state=reply.state, is_fresh=is_fresh)
+        self._builder.show(context, _text(shown), state=reply.state, is_fresh=is_fresh, images=images)
         return None
 
-    def _context(self, reply: Reply) -> tuple[tuple[int, ...], bool]:
+    def _context(self, reply: Reply) -> tuple[Illustrated, bool]:
         """Render what is shown next, and say whether it is a whole prompt. Blocks."""
         if reply.is_fresh:
-            return self.renderer.prompt_ids(reply.messages), True
+            return rendered(self.renderer, reply.messages), True
         before = self._builder.prompt_ids
-        appended = self.renderer.continuation_ids(reply.messages, before[-1])
+        appended = continued(self.renderer, reply.messages, before[-1])
         if not self.may_branch:
             return appended, False
-        whole = self.renderer.prompt_ids(self._said)
+        whole = rendered(self.renderer, self._said)
         # As texts: the tokens that were sampled need not be those that the tokenizer would make of them.
-        texts = (self.renderer.text(each, with_special_tokens=True) for each in ((*before, *appended), whole))
+        texts = (self.renderer.text(each, with_special_tokens=True) for each in ((*before, *appended[0]), whole[0]))
         return (appended, False) if len({*texts}) == 1 else (whole, True)
 
     async def _sample(self, prefix: Prefix | None) -> Completion:
@@ -169,7 +190,7 @@ class Member:
             is_turn=number + 1 < self.max_turns,
             prefixes=(prefix,) if prefix is not None else (),
             resume=self.rule,
-            images=self._images,
+            images=self._builder.prompt_images,
         )
         started = time.perf_counter()
         with inner_span("turn", {"flotilla.member": self.index, "flotilla.turn": number}) as facts:
@@ -197,7 +218,14 @@ class Member:
         """Whether what there is of the episode began with this prompt; tokens behind another are of no use."""
         assert self.before is not None
         first = self.before.turns[:1]
-        return bool(first) and tuple(self.before.token_ids[: first[0].sampled].tolist()) == prompt
+        if not first or tuple(self.before.token_ids[: first[0].sampled].tolist()) != prompt:
+            return False
+        return self._listed(self.before, first[0].sampled) == self._first_images
+
+    def _listed(self, before: Trajectory, end: int) -> tuple[PromptImage, ...]:
+        """List the images among the first tokens of what there is of the episode."""
+        is_known = [each.data for each in self._first_images] == list(self.task.images)
+        return within(before.images or (self._first_images if is_known else ()), 0, end)
 
     async def _replay(self, before: Trajectory) -> tuple[FinishReason | None, Prefix | None]:
         """Give the conversation the recorded answers again, and keep their tokens.
@@ -226,11 +254,11 @@ class Member:
         return ended, await asyncio.to_thread(_prefix, before, interrupted[0]) if interrupted else None
 
     def _at(self, before: Trajectory, num_turns: int) -> TrajectoryBuilder:
-        return TrajectoryBuilder.continuing(before, num_turns, self.renders)
+        return TrajectoryBuilder.continuing(before, num_turns, self.renders, self._first_images)
 
     def _shows(self, before: Trajectory, turn: Turn) -> bool:
         recorded = before.token_ids[: turn.sampled].tolist()
-        return self._builder.token_ids == tuple(recorded)
+        return self._builder.token_ids == tuple(recorded) and self._builder.images == self._listed(before, turn.sampled)
 
     async def _wait_for(self, work: Awaitable[Value]) -> Value:
         """Wait for the conversation, unless the session is interrupted first."""
@@ -250,6 +278,7 @@ class Member:
         earlier = self.before.timings.get(GENERATION_SECONDS, 0.0) if self.before is not None and self._resumed else 0.0
         return self._builder.build(
             finish,
+            self.task.images,
             timings={GENERATION_SECONDS: earlier + self._sampling_seconds},
             metrics=self._metrics() if finish is not FinishReason.ABORTED else {},
             resumed_tokens=int(self._resumed),
@@ -265,10 +294,19 @@ class Member:
 
     async def _failed(self, error: EpisodeFailed) -> Trajectory:
         if not self._builder.num_tokens:
-            messages = self.task.messages or (Message("user", ""),)
-            prompt, _ = await asyncio.to_thread(rendered, self.renderer, self.task, messages)
-            self._builder.show(prompt)
+            messages = self.task.shown_messages or (Message("user", ""),)
+            prompt, images = await asyncio.to_thread(rendered, self.renderer, messages)
+            self._builder.show(prompt, images=images)
         return await asyncio.to_thread(self._built, FinishReason.STOP, status=GradeStatus.ERROR, reason=error.detail)
+
+
+@contextmanager
+def _shown_by_others() -> Iterator[None]:
+    """Make an error of the episode of images that an environment, or a tool, showed and that cannot be."""
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        raise EpisodeFailed(error.detail) from error
 
 
 def _text(messages: tuple[Message, ...]) -> str:

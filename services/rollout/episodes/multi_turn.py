@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from flotilla.services.rollout.engines.base import Engine, ResumeRule
 from flotilla.services.rollout.episodes.conversation import ConversationOpener
 from flotilla.services.rollout.episodes.member import Member
-from flotilla.services.rollout.episodes.rendering import TurnRenderer, shown_ids
+from flotilla.services.rollout.episodes.rendering import TurnRenderer, first_prompt
 from flotilla.services.rollout.episodes.resumption import rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.episodes.turns import Requests, Turns, request_name
 from flotilla.services.rollout.trajectory_builder import RenderTally
 from flotilla.shared.config.sections.episodes import TurnLimits
+from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.streams.partials import Partials, is_finished
@@ -36,18 +37,21 @@ class Limits:
         max_response_tokens: those after the first prompt; None for no bound of their own.
         may_branch: whether a turn that the template shows otherwise than it was sampled begins a new sequence, which
             ``max_tokens`` then bounds.
+        max_images: that a turn sees.
     """
 
     max_turns: int
     max_tokens: int
     max_response_tokens: int | None = None
     may_branch: bool = False
+    max_images: int = 0
 
     @classmethod
-    def of(cls, config: TurnLimits, context_tokens: int) -> "Limits":
+    def of(cls, config: TurnLimits, context_tokens: int, images: ImagesConfig | None = None) -> "Limits":
         """Read what a spec says of it."""
         most = min(config.max_tokens or context_tokens, context_tokens)
-        return cls(config.max_turns, most, config.max_response_tokens, config.history == "branch")
+        max_images = 0 if images is None else images.max_per_prompt
+        return cls(config.max_turns, most, config.max_response_tokens, config.history == "branch", max_images)
 
 
 class MultiTurnEpisodes:
@@ -138,6 +142,7 @@ class MultiTurnEpisodes:
             max_tokens=self._limits.max_tokens,
             max_response_tokens=self._limits.max_response_tokens,
             may_branch=self._limits.may_branch,
+            max_images=self._limits.max_images,
             request_id=request_id,
             rule=rule_of(task, self._resume),
             renders=self.renders,
@@ -161,18 +166,13 @@ class MultiTurnEpisodes:
         for number, trajectory in enumerate(trajectories):
             for turn in trajectory.turns:
                 if number == 0 and turn.start == 0:
-                    self._tally.add_prompt(
-                        shown_ids(self._renderer, trajectory.token_ids[: turn.sampled].tolist(), task)
-                    )
+                    self._tally.add_prompt(first_prompt(self._renderer, trajectory, task))
                 self._tally.add_completion(trajectory.token_ids[turn.sampled : turn.end])
 
     def _prompt(self, task: Task, trajectories: Sequence[Trajectory]) -> str:
         """Decode what the first turn began with; members may begin with different words, then the first counts."""
-        first = trajectories[0]
-        end = first.turns[0].sampled if first.turns else len(first.token_ids)
-        return self._renderer.text(
-            shown_ids(self._renderer, first.token_ids[:end].tolist(), task), with_special_tokens=True
-        )
+        shown = first_prompt(self._renderer, trajectories[0], task)
+        return self._renderer.text(shown, with_special_tokens=True)
 
 
 async def first_finished(

@@ -12,11 +12,15 @@ from flotilla.services.rollout.engines.requests import condensed
 from flotilla.services.rollout.episodes.special_tokens import SpecialTokens
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import ModelError
-from flotilla.shared.models.prompts import USING_TRANSFORMERS, PromptTemplate, load_tokenizer
+from flotilla.shared.models.prompts import USING_TRANSFORMERS, PromptTemplate, chat_of, images_of, load_tokenizer
+from flotilla.shared.schemas.prompt_image import within
 from flotilla.shared.schemas.task import Message, Task
+from flotilla.shared.schemas.trajectory import Trajectory
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
 
 ANY_MESSAGE = Message("user", ".")
+Illustrated = tuple[tuple[int, ...], tuple[PromptImage, ...]]
+"""Token ids, and the images among them."""
 
 
 class Renderer(Protocol):
@@ -32,17 +36,18 @@ class Renderer(Protocol):
 
 
 class IllustratedRenderer(Renderer, Protocol):
-    """A renderer of prompts with images."""
+    """A renderer of messages with images."""
 
-    def illustrated(
-        self, messages: Sequence[Message], images: Sequence[bytes]
-    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Render a prompt with images, each where a message has ``IMAGE_MARK``: token ids, and where the images are.
+    def illustrated(self, messages: Sequence[Message]) -> Illustrated:
+        """Render a prompt with images, each where its message has ``IMAGE_MARK``: token ids, and where the images are.
 
         Raises:
             DataError: an image cannot be read, or the prompt has not one place for each.
             ModelError: the model takes no images.
         """
+
+    def illustrated_continuation(self, messages: Sequence[Message], last: int) -> Illustrated:
+        """Render what follows a completion, as ``TurnRenderer.continuation_ids``, with images; raises as both."""
 
     def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
         """Find images in a prompt that ``illustrated`` rendered."""
@@ -130,14 +135,26 @@ class ChatRenderer:
         """Render a prompt so that the next token is the assistant's first."""
         return self._template.token_ids(self._tokenizer, messages)
 
-    def illustrated(
-        self, messages: Sequence[Message], images: Sequence[bytes]
-    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    def illustrated(self, messages: Sequence[Message]) -> Illustrated:
         """Render a prompt with images; see ``IllustratedRenderer``."""
-        if self._processor is None:
-            raise ModelError("a task has images, and data.images is not set")
-        token_ids = self._template.illustrated_ids(self._tokenizer, messages, images, self._processor)
+        token_ids = self._template.illustrated_ids(self._tokenizer, messages, self._seeing())
+        return token_ids, self.placed(token_ids, images_of(messages))
+
+    def illustrated_continuation(self, messages: Sequence[Message], last: int) -> Illustrated:
+        """Render what follows a completion, with images; see ``IllustratedRenderer``."""
+        images = images_of(messages)
+        token_ids = self._behind(self._seeing().expand(self.behind_answer(messages), images), last)
         return token_ids, self.placed(token_ids, images)
+
+    def tokenised(self, text: str, images: Sequence[bytes]) -> Illustrated:
+        """Tokenise a rendered text that has a place for each image; raises as ``illustrated``."""
+        token_ids = self.token_ids(self._seeing().expand(text, images))
+        return token_ids, self.placed(token_ids, images)
+
+    def _seeing(self) -> ImageProcessor:
+        if self._processor is None:
+            raise ModelError("there are images to be shown, and data.images is not set")
+        return self._processor
 
     def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
         """Find images in a prompt; see ``IllustratedRenderer``."""
@@ -152,7 +169,9 @@ class ChatRenderer:
         The template never sees what was sampled: it renders a mark in its place, and only what is behind the mark is
         made tokens. That begins with the special token that ends a message, where no tokenizer joins two texts.
         """
-        tail = self.behind_answer(messages)
+        return self._behind(self.behind_answer(messages), last)
+
+    def _behind(self, tail: str, last: int) -> tuple[int, ...]:
         closing = self._closing
         if closing is None:
             return self.token_ids(tail)
@@ -190,8 +209,8 @@ class ChatRenderer:
         """
         if not self._tokenizer.chat_template:
             return "".join(f"\n\n{each.content}" for each in messages)
-        chat = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        chat += [{"role": each.role, "content": each.content} for each in messages]
+        chat: list[dict[str, Any]] = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        chat += chat_of(messages)
         try:
             text = self.render(chat, opens=opens)
         except Exception as error:  # whatever a template raises: it is the model's own code
@@ -226,22 +245,28 @@ class ChatRenderer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=not with_special_tokens))
 
 
-def rendered(
-    renderer: Renderer, task: Task, messages: Sequence[Message] | None = None
-) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Render the prompt of a task, or messages in its place: token ids, and the task's images among them.
+def rendered(renderer: Renderer, messages: Sequence[Message]) -> Illustrated:
+    """Render a prompt.
 
     Raises:
         DataError, ModelError: its images cannot be shown; see ``IllustratedRenderer``.
     """
-    messages = task.messages if messages is None else messages
-    if not task.images:
+    if not any(each.images for each in messages):
         return renderer.prompt_ids(messages), ()
-    return cast("IllustratedRenderer", renderer).illustrated(messages, task.images)
+    return cast("IllustratedRenderer", renderer).illustrated(messages)
 
 
-def shown_ids(renderer: Renderer, prompt_ids: Sequence[int], task: Task) -> tuple[int, ...]:
-    """Leave one token of each image in a prompt of a task."""
-    if not task.images:
-        return tuple(prompt_ids)
-    return condensed(prompt_ids, cast("IllustratedRenderer", renderer).placed(prompt_ids, task.images))
+def continued(renderer: TurnRenderer, messages: Sequence[Message], last: int) -> Illustrated:
+    """Render what follows a completion; raises as ``rendered``, and as ``TurnRenderer.continuation_ids``."""
+    if not any(each.images for each in messages):
+        return renderer.continuation_ids(messages, last), ()
+    return cast("IllustratedRenderer", renderer).illustrated_continuation(messages, last)
+
+
+def first_prompt(renderer: Renderer, trajectory: Trajectory, task: Task) -> tuple[int, ...]:
+    """Return the tokens that a trajectory begins with, one of each image."""
+    end = trajectory.turns[0].sampled if trajectory.turns else len(trajectory.token_ids)
+    token_ids, images = trajectory.token_ids[:end].tolist(), within(trajectory.images, 0, end)
+    if task.images and not images:
+        images = cast("IllustratedRenderer", renderer).placed(token_ids, task.images)
+    return condensed(token_ids, images)

@@ -53,7 +53,7 @@ class SingleTurnEpisodes:
         """Sample the task's group; see ``Episodes.run``."""
         started = time.perf_counter()
         # Long texts take the tokenizer longer than health and leases may wait for the loop.
-        prompt_ids, images = await asyncio.to_thread(rendered, self._renderer, task)
+        prompt_ids, images = await asyncio.to_thread(rendered, self._renderer, task.shown_messages)
         prompt_ids = self._turns.prompt.fit(prompt_ids, has_images=bool(images))
         num_members = task.group_size + self._turns.has_baseline(task)
         max_new_tokens = self._turns.sampling_of(task).max_new_tokens

@@ -2,11 +2,13 @@
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 from flotilla.shared.schemas.task import Task
 
+Result = str | Sequence[Mapping[str, Any]]
+"""A text, or parts with images; see ``Observation`` of environments."""
 Schema = Mapping[str, Any]
 """A function of OpenAI: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
@@ -20,7 +22,7 @@ class Tool(Protocol):
 
     schema: Schema
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Result:
         """Do what was asked, and say what came of it.
 
         Raises:

@@ -3,9 +3,11 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from flotilla.services.rollout.episodes.conversation import Conversation, Reply, shown
-from flotilla.services.rollout.tools.base import Checked, Tool, ToolFailed, Tools, ToolSource
+from flotilla.services.rollout.episodes.conversation import Conversation, Reply
+from flotilla.services.rollout.episodes.observations import message_of, shown
+from flotilla.services.rollout.tools.base import Checked, Result, Tool, ToolFailed, Tools, ToolSource
 from flotilla.services.rollout.tools.formats import ToolCall, read_calls, role_of_results
 from flotilla.shared.concurrency.cancelling import all_of
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
@@ -50,7 +52,7 @@ class ToolConversation:
                 self._tools = await self._source.open()
         except TimeoutError as error:
             raise EpisodeFailed(f"the tools could not be opened within {self._config.step_seconds:g} s") from error
-        return Reply(self._task.messages)
+        return Reply(self._task.shown_messages)
 
     async def answer(self, text: str, *, is_cut: bool) -> Reply:
         """Make the calls of an answer, all at once; one without a call ends the episode."""
@@ -62,9 +64,8 @@ class ToolConversation:
         started = time.perf_counter()
         results = await self._results(calls)
         self._seconds += time.perf_counter() - started
-        role = role_of_results(self._config.format)
         reward = await self._check() if self._answers >= self._config.max_turns else None
-        return Reply(tuple(Message(role, result) for result in results), reward=reward)
+        return Reply(tuple(results), reward=reward)
 
     async def _check(self) -> float | None:
         """Grade what the episode leaves in its tools."""
@@ -76,12 +77,13 @@ class ToolConversation:
         """Release the tools."""
         await self._source.close()
 
-    async def _results(self, calls: Sequence[ToolCall]) -> list[str]:
-        most = self._config.max_parallel_calls
-        found = await all_of(self._result(call) for call in calls[:most])
-        return [*found, *(f"error: only {most} calls at a time are made" for _ in calls[most:])]
+    async def _results(self, calls: Sequence[ToolCall]) -> list[Message]:
+        most, role = self._config.max_parallel_calls, role_of_results(self._config.format)
+        found = await all_of(self._result(call, role) for call in calls[:most])
+        return [*found, *(Message(role, f"error: only {most} calls at a time are made") for _ in calls[most:])]
 
-    async def _result(self, call: ToolCall) -> str:
+    async def _result(self, call: ToolCall, role: str) -> Message:
+        result: Result
         try:
             if call.problem is not None:
                 raise ToolFailed(call.problem)
@@ -94,7 +96,11 @@ class ToolConversation:
             result = f"error: {error}"
         except TimeoutError as error:
             raise EpisodeFailed(f"tool {call.name} took longer than {self._config.step_seconds:g} s") from error
-        return _shortened(shown(result), self._config.max_result_characters)
+        most = self._config.max_result_characters
+        if isinstance(result, str):
+            return Message(role, _shortened(shown(result), most))
+        # Images take longer to be read than health and leases may wait for the loop.
+        return await asyncio.to_thread(message_of, role, [_shortened_part(each, most) for each in result])
 
 
 class ToolConversations:
@@ -113,6 +119,11 @@ class ToolConversations:
         """Open one."""
         del member
         return ToolConversation(self._tools.for_episode(task), task, self._config)
+
+
+def _shortened_part(part: Mapping[str, Any], most: int) -> Mapping[str, Any]:
+    text = part.get("text")
+    return {**part, "text": _shortened(text, most)} if isinstance(text, str) else part
 
 
 def _shortened(text: str, most: int) -> str:

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from flotilla.services.rollout.tools.base import Schema, Tool, ToolFailed
+from flotilla.services.rollout.tools.base import Result, Schema, Tool, ToolFailed
 from flotilla.shared.config.sections.episodes import McpToolsConfig
 from flotilla.shared.environment.settings import LOOPBACK, IPNetwork
 from flotilla.shared.errors import EpisodeFailed, FlotillaError, InvalidSpec, Unavailable
@@ -32,7 +32,7 @@ class McpTool:
         self._server = server
         self.schema = schema
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Result:
         """Call it; see ``Tool.call``."""
         return await self._server.call(self.schema["function"]["name"], arguments)
 
@@ -43,10 +43,14 @@ class McpServer:
     Args:
         config: how to reach it.
         networks: that are not public, and that its URL may lead to.
+        shows_images: whether images among its results are given; else its texts alone are.
     """
 
-    def __init__(self, config: McpToolsConfig, networks: Sequence[IPNetwork] = LOOPBACK) -> None:
+    def __init__(
+        self, config: McpToolsConfig, networks: Sequence[IPNetwork] = LOOPBACK, *, shows_images: bool = False
+    ) -> None:
         self._config = config
+        self._shows_images = shows_images
         self._networks = networks
         self._holder: asyncio.Task[None] | None = None
         self._session: Any = None
@@ -78,7 +82,7 @@ class McpServer:
             raise InvalidSpec(f"the MCP server has no tool {missing[0]!r}; it has: {', '.join(offered)}")
         return [McpTool(self, _schema(offered[name])) for name in wanted]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Result:
         """Call a tool; see ``Tool.call``.
 
         Raises:
@@ -100,6 +104,8 @@ class McpServer:
         text = "\n".join(part.text for part in result.content if getattr(part, "text", None))
         if _either(result, "is_error", "isError"):
             raise ToolFailed(text or "the tool failed")
+        if self._shows_images and any(map(_image, result.content)):
+            return [each for each in map(_written, result.content) if each is not None]
         return text
 
     async def close(self) -> None:
@@ -190,6 +196,19 @@ def _words(error: BaseException) -> str:
 def _either(holder: Any, new: str, old: str) -> Any:
     """Read what release 2 of the package calls ``new`` and release 1 ``old``."""
     return getattr(holder, new) if hasattr(holder, new) else getattr(holder, old)
+
+
+def _image(part: Any) -> str | None:
+    """Return the image of a part of a result, as a URI; None where it is none."""
+    kind, data = _either(part, "mime_type", "mimeType") if hasattr(part, "data") else "", getattr(part, "data", None)
+    return f"data:{kind};base64,{data}" if str(kind).startswith("image/") else None
+
+
+def _written(part: Any) -> dict[str, Any] | None:
+    uri, text = _image(part), getattr(part, "text", None)
+    if uri is not None:
+        return {"type": "image_url", "image_url": {"url": uri}}
+    return {"type": "text", "text": text} if text else None
 
 
 def _schema(tool: Any) -> Schema:

@@ -9,7 +9,16 @@ from typing import Any
 import httpx
 
 from flotilla.services.rollout.custom.process import CustomProcess, Refused
-from flotilla.services.rollout.tools.base import EpisodeTool, OpenTool, Schema, Tool, ToolFailed, Tools, name_of
+from flotilla.services.rollout.tools.base import (
+    EpisodeTool,
+    OpenTool,
+    Result,
+    Schema,
+    Tool,
+    ToolFailed,
+    Tools,
+    name_of,
+)
 from flotilla.services.rollout.tools.code_interpreter import CodeInterpreter, Sandboxes
 from flotilla.services.rollout.tools.mcp_tools import McpServer
 from flotilla.shared.config.redaction import redacted_text
@@ -27,6 +36,7 @@ from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.net.client.bounded_json import parse_json
 from flotilla.shared.net.client.checked_transport import checked_client
 from flotilla.shared.schemas.task import Task
+from flotilla.shared.vision.parts import are_parts
 
 MOST_ATTEMPTS = 3
 NOT_REACHED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -39,14 +49,15 @@ class ProcessTool:
         self._process, self._index = process, index
         self.schema = schema
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Result:
         """Call it; see ``Tool.call``."""
         return await self._called(arguments, None)
 
-    async def _called(self, arguments: Mapping[str, Any], row: Mapping[str, Any] | None) -> str:
+    async def _called(self, arguments: Mapping[str, Any], row: Mapping[str, Any] | None) -> Result:
         await self._process.restart()
         try:
-            return str(await self._process.ask("call", self._index, [dict(arguments), row]))
+            found = await self._process.ask("call", self._index, [dict(arguments), row])
+            return found if are_parts(found) else str(found)
         except Refused as error:
             raise ToolFailed(str(error)) from error
 
@@ -67,7 +78,7 @@ class _Bound(ProcessTool):
         super().__init__(process, index, schema)
         self._row = row
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Result:
         """Call it; see ``Tool.call``."""
         return await self._called(arguments, self._row)
 
@@ -93,7 +104,7 @@ class HttpTool:
         self._url = url
         self._client = client
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, Any]) -> Result:
         """Call it; see ``Tool.call``."""
         body = {"name": self.schema["function"]["name"], "arguments": dict(arguments)}
         why, is_absent = "", False
@@ -108,18 +119,22 @@ class HttpTool:
                 why, is_absent = f"it answered {reply.status_code}", reply.status_code in BUSY_STATUS
                 continue
             if reply.status_code >= 300:
-                raise ToolFailed(_part(reply, "error"))
-            return _part(reply, "result")
+                raise ToolFailed(_text(_part(reply, "error")))
+            found = _part(reply, "result")
+            return found if are_parts(found) else _text(found)
         words = f"tool {body['name']} at {redacted_text(self._url)} cannot be used: {why}"
         raise Unavailable(words) if is_absent else EpisodeFailed(words)
 
 
-def _part(reply: httpx.Response, key: str) -> str:
+def _part(reply: httpx.Response, key: str) -> Any:
     try:
         body = parse_json(reply.content, keeps_integers=True)
     except ValueError:
         return reply.text
-    found = body.get(key, body) if isinstance(body, dict) else body
+    return body.get(key, body) if isinstance(body, dict) else body
+
+
+def _text(found: Any) -> str:
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
 
@@ -186,13 +201,18 @@ class ToolBox:
 
 
 async def open_tools(
-    config: ToolEpisodesConfig, networks: Sequence[IPNetwork] = LOOPBACK, sandboxes: Sandboxes | None = None
+    config: ToolEpisodesConfig,
+    networks: Sequence[IPNetwork] = LOOPBACK,
+    sandboxes: Sandboxes | None = None,
+    *,
+    shows_images: bool = False,
 ) -> ToolBox:
     """Load functions, and ask servers what they offer.
 
     Args:
         networks: that are not public, and that a URL may lead to.
         sandboxes: where code runs.
+        shows_images: whether the policy can see images.
 
     Raises:
         InvalidSpec: one cannot be loaded, or two have the same name.
@@ -217,7 +237,7 @@ async def open_tools(
                 case HttpToolConfig():
                     tools.append(HttpTool(each.url, _read_schema(each.tool_schema), client))
                 case McpToolsConfig():
-                    servers.append(McpServer(each, networks))
+                    servers.append(McpServer(each, networks, shows_images=shows_images))
                     tools += await servers[-1].tools()
                 case CodeInterpreterConfig():
                     if sandboxes is None:

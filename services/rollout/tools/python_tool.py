@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flotilla.services.rollout.episodes.observations import plain
 from flotilla.services.rollout.tools.base import ROW, Schema, ToolFailed, schema_of
 from flotilla.shared.children.custom_code import describe, load_callable
 from flotilla.shared.concurrency.daemon_threads import on_daemon_thread
@@ -13,8 +14,8 @@ from flotilla.shared.errors import EpisodeFailed
 class PythonTool:
     """Calls a function, plain or async, with the arguments by name.
 
-    What it returns becomes text. An exception is told to the policy, as a tool's refusal; ``ConnectionError`` and
-    ``TimeoutError`` say that something it needs is absent, and are errors of the episode.
+    What it returns becomes text, but for parts with images. An exception is told to the policy, as a tool's refusal;
+    ``ConnectionError`` and ``TimeoutError`` say that something it needs is absent, and are errors of the episode.
 
     Raises:
         InvalidSpec: there is no such function.
@@ -31,7 +32,7 @@ class PythonTool:
         """Whether it has a parameter for the task's row."""
         return ROW in inspect.signature(self._function).parameters
 
-    async def call(self, arguments: Mapping[str, Any], row: Mapping[str, Any] | None = None) -> str:
+    async def call(self, arguments: Mapping[str, Any], row: Mapping[str, Any] | None = None) -> str | list[Any]:
         """Call it; see ``Tool.call``. ``row`` is for its parameter of that name."""
         if self.needs_row:
             if ROW in arguments:
@@ -50,4 +51,4 @@ class PythonTool:
             raise EpisodeFailed(f"tool {self._function.__name__}: {describe(error, None)}") from error
         except Exception as error:  # whatever the user's function raises is its answer
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
-        return str(found)
+        return plain(found)

@@ -18,8 +18,9 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps
 from flotilla.services.trainer.algorithms.advantages.returns import rewards_at_last_token
 from flotilla.services.trainer.algorithms.sequences import PackedSequences
-from flotilla.services.trainer.data.illustrations import Illustration, illustration_of
+from flotilla.services.trainer.data.illustrations import Illustration, illustration_of, with_images
 from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.prompt_image import within
 from flotilla.shared.schemas.routing import Ids, RoutedExperts, RoutingSizes
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import Turn
@@ -224,7 +225,7 @@ def make_batch(
         (number, group, piece)
         for number, group in enumerate(groups)
         for trajectory in scored_trajectories(group)
-        for piece in pieces(trajectory if replays_engine else replace(trajectory, experts=None))
+        for piece in _sequences(group, trajectory if replays_engine else replace(trajectory, experts=None), processor)
     ]
     if not members:
         raise ValueError("a batch needs at least one scored trajectory")
@@ -233,7 +234,7 @@ def make_batch(
     episodes, shares = _episodes(groups) if joins_branches else (_wholes(groups), None)
     starts = tuple(_span_start(trajectory) for trajectory in trajectories)
     cuts = list(zip(trajectories, starts, strict=True))
-    shown = tuple(illustration_of(group, t, processor) for _, group, t in members)
+    shown = tuple(illustration_of(t, processor) for t in trajectories)
     temperatures = tuple(group.task.settings.get(TEMPERATURE) for _, group, _ in members)
     mask = torch.from_numpy(np.concatenate([t.loss_mask[start:].astype(bool) for t, start in cuts]))
     index = torch.from_numpy(np.repeat(np.arange(len(members)), [t.token_ids.shape[0] - n for t, n in cuts]))
@@ -259,6 +260,11 @@ def make_batch(
         experts=tuple(experts_of(each) for each in trajectories) if replays_engine else None,
         data_sources=tuple(group.task.data_source for _, group, _ in members),
     )
+
+
+def _sequences(group: Group, trajectory: Trajectory, processor: ImageProcessor | None) -> list[Trajectory]:
+    """Cut a trajectory into what is trained as a sequence each, with its images."""
+    return pieces(with_images(group, trajectory, processor))
 
 
 def experts_of(trajectory: Trajectory, sizes: RoutingSizes | None = None) -> Ids:
@@ -451,4 +457,5 @@ def _part(whole: Trajectory, start: int, end: int, experts: RoutedExperts | None
         ),
         teacher_log_probs=None if taught is None else taught[start:end],
         experts=experts,
+        images=within(whole.images, start, end),
     )

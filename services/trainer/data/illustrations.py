@@ -1,11 +1,13 @@
 """Images of the sequences of a batch: where each is, and what is shown with it in a row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from flotilla.shared.errors import DataError
+from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.vision.files import digest_of
 from flotilla.shared.vision.processor import ImageProcessor
@@ -27,25 +29,49 @@ class Illustration:
     spans: tuple[ImageSpan, ...]
     positions: npt.NDArray[np.int64]
 
-    @property
-    def name(self) -> bytes:
-        """What tells the images from others with as many tokens."""
-        return "".join(digest_of(image) for image in self.images).encode()
+    def name(self, num_tokens: int) -> bytes:
+        """What tells the images of the first tokens from others with as many tokens."""
+        shown = [image for image, span in zip(self.images, self.spans, strict=True) if span.start < num_tokens]
+        return "".join(map(digest_of, shown)).encode()
 
 
-def illustration_of(group: Group, trajectory: Trajectory, processor: ImageProcessor | None) -> Illustration | None:
-    """Find the images in a trajectory of a group; None if it has none.
+def with_images(group: Group, trajectory: Trajectory, processor: ImageProcessor | None) -> Trajectory:
+    """Let a trajectory list all images that it was shown, of which the task's may stand in its prompt unlisted.
+
+    Raises:
+        DataError: the prompt's tokens are not those of the images.
+    """
+    # An agent may have shown none of the task's.
+    if trajectory.images or trajectory.episode is not None or not group.task.images or processor is None:
+        return trajectory
+    # The prompt's alone: what a tool or an environment writes later may have the text of such a token.
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    prompt = trajectory.token_ids[: sampled[0]] if sampled.size else trajectory.token_ids
+    spans = processor.spans(prompt, group.task.images)
+    shown = zip(spans, group.task.images, strict=True)
+    return replace(trajectory, images=tuple(PromptImage(span.start, span.num_tokens, image) for span, image in shown))
+
+
+def illustration_of(trajectory: Trajectory, processor: ImageProcessor | None) -> Illustration | None:
+    """Place the images that a sequence lists; None if it lists none.
 
     Raises:
         DataError: its tokens are not those of its images, or nothing here can process them.
     """
-    images = group.task.images
-    if not images or processor is None:
+    if not trajectory.images:
         return None
-    # The prompt's alone: what a tool or an environment writes later may have the text of such a token.
-    sampled = np.flatnonzero(trajectory.loss_mask)
-    prompt = trajectory.token_ids[: sampled[0]] if sampled.size else trajectory.token_ids
-    spans = processor.spans(prompt, images)
+    if processor is None:
+        raise DataError("a trajectory was shown images, and data.images is not set")
+    images = tuple(each.data for each in trajectory.images)
+    spans = tuple(ImageSpan(each.start, *processor.grid_of(each.data)) for each in trajectory.images)
+    for each, span in zip(trajectory.images, spans, strict=True):
+        tokens = slice(span.start, span.end)
+        is_whole = each.num_tokens == span.num_tokens and (trajectory.token_ids[tokens] == processor.token_id).all()
+        if not is_whole or trajectory.loss_mask[tokens].any():
+            raise DataError(
+                f"an image at token {each.start} was shown as {each.num_tokens} tokens, and makes {span.num_tokens}: "
+                "its bounds on pixels are not those that it was shown with"
+            )
     return Illustration(images, spans, grid_positions(len(trajectory.token_ids), spans))
 
 

@@ -122,7 +122,7 @@ def _prompts_of(batch: TrainingBatch, members: Sequence[int]) -> list[Prompt]:
         content = batch.token_ids[member][:tokens].tobytes()
         # Tokens stand for any image.
         if batch.illustrations is not None and (shown := batch.illustrations[member]) is not None:
-            content += shown.name
+            content += shown.name(tokens)
         # One that is computed once has the experts of one sequence.
         if batch.experts is not None:
             content += batch.experts[member][:tokens].tobytes()

@@ -100,7 +100,6 @@ def check_images(
     for is_asked, name, way in (
         (finished, "job.kind sft, preference, kto or reward_model", "train with reinforcement"),
         *_images_at_servers(rollout.engine, asynchrony),
-        (rollout.agents is not None, "rollout.agents", "leave it out"),
         *(
             (
                 size > 1,

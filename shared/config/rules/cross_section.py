@@ -314,7 +314,6 @@ def _memory(spec: Sections) -> None:
     check_sequences(
         spec.rollout.episodes,
         spec.algorithm.advantage.kind,
-        has_images=spec.data.images is not None,
         asks_teachers=distillation is not None and bool(distillation.servers),
         cuts=spec.data.overlong.kind == "truncate",
     )

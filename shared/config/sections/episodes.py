@@ -303,15 +303,12 @@ ALONG_AN_EPISODE: Final = frozenset(
 """Estimators that carry rewards from later turns to earlier ones within one sequence."""
 
 
-def check_sequences(
-    episodes: EpisodesConfig, estimator: str, *, has_images: bool, asks_teachers: bool, cuts: bool
-) -> None:
+def check_sequences(episodes: EpisodesConfig, estimator: str, *, asks_teachers: bool, cuts: bool) -> None:
     """Check what does not go with episodes of several sequences: turns with prompts of their own, and branches.
 
     Args:
         episodes: of the spec.
         estimator: its kind.
-        has_images: whether prompts have images.
         asks_teachers: whether teachers behind URLs read trajectories.
         cuts: whether prompts that are too long are cut.
 
@@ -345,7 +342,6 @@ def check_sequences(
          "use gigpo or step_reinforce, or one that compares episodes, such as grpo"),
         (episodes.max_response_tokens is not None, "rollout.episodes.max_response_tokens",
          "remove it (max_tokens bounds each sequence)"),
-        (has_images, "data.images", "remove it"),
         (asks_teachers, "algorithm.distillation.servers",
          "let the trainer load the teacher (algorithm.distillation.path)"),
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Images in prompts."""
+"""Images in prompts and in later turns."""
 
 from typing import Self
 
@@ -8,7 +8,8 @@ from flotilla.shared.config.base.model import Config
 
 
 class ImagesConfig(Config):
-    """Images that the prompts of rows contain; see docs/images.md. Needs `flotilla[images]`."""
+    """Images that the prompts of rows contain, and that environments and tools show; see docs/images.md. Needs
+    `flotilla[images]`."""
 
     column: str = Field("images", min_length=1)
     """Column with a row's images, or its one image: bytes, `{bytes, path}`, a path, or a `data:` URI. Each stands where
@@ -22,7 +23,8 @@ class ImagesConfig(Config):
     """Larger images are reduced to so many pixels, which bounds their tokens; null is what the model's processor
     has."""
     max_per_prompt: int = Field(16, ge=1)
-    """Images of a row; one with more is refused."""
+    """Images of a row; one with more is refused. In episodes those that a turn sees: one that would see more is not
+    asked, and the episode ends."""
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> Self:

@@ -47,7 +47,11 @@ def test_each_refusal_names_a_capability_that_the_documentation_lists(found: lis
     if "FLOTILLA_LAUNCH_FILES" not in os.environ:
         unused = [word for word in words if not any(word in text for _, text in said)]
         # Of programs that no file here starts, and of what their flags come to as those of train_ppo_ray.
-        expected = ["data.images does not go with", "answers with images", "the fleet has no job of this kind"]
+        expected = [
+            "data.images does not go with",
+            "is given the images of the row",
+            "the fleet has no job of this kind",
+        ]
         expected += ["reward: this key is required", "leave it out; a script of train_sft"]
         assert unused == expected, "said of no file: take them off the list"
 

@@ -4,18 +4,22 @@ import asyncio
 import contextlib
 import socket
 import sys
+from base64 import b64encode
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from flotilla.services.rollout.episodes.observations import message_of
 from flotilla.services.rollout.tools import mcp_tools
 from flotilla.services.rollout.tools.base import ToolFailed
 from flotilla.services.rollout.tools.mcp_tools import McpServer
 from flotilla.shared.config.sections.episodes import McpToolsConfig
 from flotilla.shared.errors import EpisodeFailed, InvalidSpec, Unavailable
 from flotilla.shared.net.client import address_policy, checked_transport
+from flotilla.shared.schemas.task import Message
+from tests.vision_models import a_picture
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the package mcp is not installed")
 
@@ -33,10 +37,16 @@ def add(a: int, b: int) -> int:
         raise ValueError("a must not be negative")
     return a + b
 @server.tool()
+def look():
+    """Look around."""
+    from mcp.types import ImageContent, TextContent
+    kind = "mime_type" if "mime_type" in ImageContent.model_fields else "mimeType"
+    return [TextContent(type="text", text="seen"), ImageContent(type="image", data="PICTURE", **{kind: "image/png"})]
+@server.tool()
 def leave() -> str:
     os._exit(3)
 server.run()
-'''
+'''.replace("PICTURE", b64encode(a_picture("red")).decode())
 HTTP_SERVER = '''
 import socket
 try:
@@ -62,10 +72,11 @@ async def test_tools_of_a_server_are_called_and_its_end_is_no_answer(tmp_path: P
     script.write_text(SERVER)
     server = McpServer(McpToolsConfig(kind="mcp", command=(sys.executable, str(script))))
     try:
-        add, leave = await server.tools()
+        add, look, leave = await server.tools()
         assert add.schema["function"]["description"] == "Add two numbers."
         assert set(add.schema["function"]["parameters"]["properties"]) == {"a", "b"}
         assert await add.call({"a": 2, "b": 3}) == "5"
+        assert await look.call({}) == "seen", "a policy that sees no pictures is told the rest"
         with pytest.raises(ToolFailed, match="Error executing tool add"):
             await add.call({"a": -1, "b": 3})
         async with asyncio.timeout(60):
@@ -80,6 +91,20 @@ async def test_tools_of_a_server_are_called_and_its_end_is_no_answer(tmp_path: P
             await other.tools()
         finally:
             await other.close()
+
+
+@pytest.mark.timeout(120)
+async def test_pictures_among_results_are_shown_to_a_policy_that_sees(tmp_path: Path) -> None:
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    config = McpToolsConfig(kind="mcp", command=(sys.executable, str(script)), only=("look",))
+    server = McpServer(config, shows_images=True)
+    try:
+        (look,) = await server.tools()
+        found = await look.call({})
+    finally:
+        await server.close()
+    assert message_of("tool", found) == Message("tool", "seen<image>", (a_picture("red"),))
 
 
 async def test_a_server_that_cannot_be_started_is_said_before_anything_runs() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,8 +18,9 @@ from flotilla.shared.errors import EpisodeFailed, InvalidSpec
 from flotilla.shared.schemas.task import Message
 from flotilla.shared.schemas.turns import FinishReason
 from flotilla.shared.testing.builders import a_task
+from tests.vision_models import a_picture
 
-Answer = Callable[[list[dict[str, Any]]], str | tuple[int, str]]
+Answer = Callable[[list[dict[str, Any]]], Any]
 
 
 @asynccontextmanager
@@ -197,3 +199,23 @@ async def test_a_thought_that_is_cut_or_an_end_at_once_is_no_first_message(said:
         with pytest.raises(EpisodeFailed, match=words):
             await episode.begin()
         await episode.close()
+
+
+async def test_a_user_may_show_pictures() -> None:
+    uri = f"data:image/png;base64,{b64encode(a_picture('red')).decode()}"
+
+    def answer(messages: list[dict[str, Any]]) -> Any:
+        if len(messages) > 4:
+            return "###STOP###"
+        return [{"type": "text", "text": "This one. SCORE: 0.5"}, {"type": "image_url", "image_url": {"url": uri}}]
+
+    async with a_server(answer) as (asked, url):
+        episode = a_conversation(url, score="SCORE:")
+        await episode.begin()
+        first = await episode.answer("Which?", is_cut=False)
+        await episode.answer("Red.", is_cut=False)
+        await episode.close()
+
+    assert first.reward == 0.5
+    assert first.messages == (Message("user", "This one.<image>", (a_picture("red"),)),)
+    assert asked[1]["messages"][-2] == {"role": "assistant", "content": "This one. SCORE: 0.5"}

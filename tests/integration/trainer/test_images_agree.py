@@ -16,6 +16,7 @@ from flotilla.services.rollout.engines.embedded.engine import TorchEngine
 from flotilla.services.rollout.engines.embedded.outcomes import Generated
 from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.trajectory_builder import TrajectoryBuilder
 from flotilla.services.trainer.data.batch import make_batch
 from flotilla.services.trainer.data.micro_batch import RowRules, make_micro_batches
 from flotilla.services.trainer.learning.learner import Learner
@@ -85,9 +86,7 @@ def answered(folder: Path, image: Path | None = None) -> list[Group]:
     for number, images in enumerate(PROMPTS):
         task = Task(number, number, (Message("user", "which " + "<image> " * len(images) + "colour ?"),), 4, 1)
         task = replace(task, images=images)
-        ids, placed = (
-            renderer.illustrated(task.messages, images) if images else (renderer.prompt_ids(task.messages), ())
-        )
+        ids, placed = renderer.illustrated(task.shown_messages) if images else (renderer.prompt_ids(task.messages), ())
         sampling = SamplingParameters(NEW_TOKENS, ignore_eos=True)
         requests.append(GenerationRequest(f"r{number}", ids, (1, 2, 3, 4), sampling, images=placed))
         tasks.append(Task.from_wire(task.to_wire()))
@@ -95,6 +94,33 @@ def answered(folder: Path, image: Path | None = None) -> list[Group]:
     for task, request, completions in zip(tasks, requests, sampled(an_engine(folder), requests, image), strict=True):
         members = [a_trajectory(request.prompt_ids, each, reward=n % 2) for n, each in enumerate(completions)]
         groups.append(Group(task, tuple(members)))
+    return groups
+
+
+def answered_in_turns(folder: Path) -> list[Group]:
+    """Answer in two turns, of which the second is shown a picture of the member's own."""
+    renderer, engine = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images), an_engine(folder)
+    sampling, groups = SamplingParameters(NEW_TOKENS, ignore_eos=True), []
+    for number, images in enumerate(PROMPTS[1:3], start=len(PROMPTS)):
+        task = Task(number, number, (Message("user", "which <image> colour ?"),), 4, 1, images=images)
+        builders = [TrajectoryBuilder() for _ in range(task.group_size)]
+        for turn in range(2):
+            requests = []
+            for member, builder in enumerate(builders):
+                picture = a_picture(seed=member, size=(24, 16 + 8 * member))
+                asked = [Message("user", "is <image> this", (picture,))]
+                ids, placed = (
+                    renderer.illustrated_continuation(asked, builder.token_ids[-1])
+                    if turn
+                    else renderer.illustrated(task.shown_messages)
+                )
+                builder.show(ids, images=placed)
+                name, prompt = f"{number}.{turn}.{member}", builder.prompt_ids
+                requests.append(GenerationRequest(name, prompt, (member,), sampling, images=builder.prompt_images))
+            for builder, (made,) in zip(builders, sampled(engine, requests), strict=True):
+                builder.sample(made.token_ids, made.log_probs, made.versions, made.finish_reason)
+        built = [each.build(FinishReason.LENGTH, images) for each in builders]
+        groups.append(Group(task, tuple(each.graded(GradeStatus.SCORED, n % 2) for n, each in enumerate(built))))
     return groups
 
 
@@ -125,7 +151,7 @@ def test_the_trainer_gives_sampled_tokens_the_engines_log_probs(
     folder: Path, layout: RowRules, max_tokens: int
 ) -> None:
     learner = a_learner(folder)
-    batch = make_batch(answered(folder), processor=learner.processor)
+    batch = make_batch([*answered(folder), *answered_in_turns(folder)], processor=learner.processor)
     if layout.attends_apart:
         assert learner.policy.attends_apart
 
@@ -187,7 +213,7 @@ def test_samples_that_go_on_under_new_weights_see_their_pictures(folder: Path, t
 def test_an_engine_asleep_keeps_nothing_that_was_computed_of_pictures(folder: Path) -> None:
     engine = an_engine(folder)
     renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
-    ids, placed = renderer.illustrated((Message("user", "which <image> colour ?"),), PROMPTS[1])
+    ids, placed = renderer.illustrated((Message("user", "which <image> colour ?", PROMPTS[1]),))
     before = num_features()
     sampled(engine, [GenerationRequest("r", ids, (1,), SamplingParameters(2, ignore_eos=True), images=placed)])
     assert num_features() == before + 1
@@ -248,7 +274,7 @@ def test_ids_and_pixels_of_500_rows_are_those_of_transformers_processor(folder: 
         sizes = [tuple(int(each) for each in generator.integers(8, 100, 2)) for _ in range(generator.integers(1, 4))]
         images = tuple(a_picture(seed=row, size=size) for size in sizes)
 
-        ids, placed = renderer.illustrated((Message("user", "which " + "<image> " * len(images)),), images)
+        ids, placed = renderer.illustrated((Message("user", "which " + "<image> " * len(images), images),))
 
         grids = [theirs(images=[pixels(image)], return_tensors="np")["image_grid_thw"][0] for image in images]
         expected = [int(grid.prod()) // 4 for grid in grids]

@@ -21,7 +21,9 @@ from flotilla.shared.samples.folder import SampleFolder, ended_name
 from flotilla.shared.samples.reading import ReadSample
 from flotilla.shared.samples.table import to_groups, to_table
 from flotilla.shared.schemas.experiment import ExperimentState
+from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
+from flotilla.shared.schemas.turns import FinishReason, Turn
 from tests.unit.cli.gateway import serve
 from tests.unit.cli.test_reference import views
 from tests.unit.samples.builders import a_step
@@ -261,3 +263,43 @@ def test_images_are_kept_once_for_a_group_and_come_back(tmp_path: Path) -> None:
     assert table.column("images").null_count == table.num_rows - 2
     assert [kept.group.task.images for kept in to_groups(table)] == [(a_picture("red"), a_picture("blue"))] * 2
     assert "images" not in to_table(a_step(1)).column_names
+
+
+def shown_later(file: SampleFile) -> SampleFile:
+    """Let each member see the task's picture, one that all see and one of its own before its second turn."""
+    groups = []
+    for kept in file.groups:
+        members = [
+            replace(
+                each,
+                turns=(Turn(0, 1, 2, FinishReason.STOP), Turn(2, 3, len(each.token_ids), FinishReason.STOP)),
+                images=(
+                    PromptImage(0, 1, a_picture("red")),
+                    PromptImage(2, 1, a_picture("blue") if number % 2 else a_picture(seed=1)),
+                ),
+            )
+            for number, each in enumerate(kept.group.trajectories)
+        ]
+        groups.append(replace(kept, group=replace(kept.group, trajectories=tuple(members))))
+    return replace(file, groups=groups)
+
+
+def test_pictures_of_later_turns_are_kept_once_for_a_group_and_a_page_shows_them(tmp_path: Path) -> None:
+    file = shown_later(with_images(a_step(1, num_groups=2), a_picture("red")))
+    table = to_table(file)
+
+    added = [each for row in table.column("added_images").to_pylist() for each in row or ()]
+    assert sorted(added) == sorted([a_picture("blue"), a_picture(seed=1)] * 2)
+    expected = [each.images for kept in file.groups for each in kept.group.trajectories]
+    assert [each.images for kept in to_groups(table) for each in kept.group.trajectories] == expected
+    experiment = tmp_path / "fleet" / "experiments" / "tiny-aa11"
+    experiment.mkdir(parents=True)
+    SampleFolder(experiment, SamplesConfig()).write(file)
+    page = tmp_path / "samples.html"
+
+    assert main(["show", str(tmp_path), "--html", str(page), "-n", "4"]) == 0
+
+    written = page.read_text()
+    for picture, count in ((a_picture("red"), 4), (a_picture("blue"), 2), (a_picture(seed=1), 2)):
+        assert written.count(base64.b64encode(picture).decode()) == count
+    assert written.count("<p>Shown before turn 2:</p><img") == 4

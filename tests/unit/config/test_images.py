@@ -39,6 +39,22 @@ def test_ranks_that_compute_other_sequences_go_with_images(parallelism: dict[str
     assert a_spec(parallelism=parallelism).parallelism.ranks == parallelism["ranks"]
 
 
+@pytest.mark.parametrize(
+    "episodes",
+    [
+        {"kind": "environment", "environments": [{"environment": "frozen_lake"}], "history": "branch"},
+        {"kind": "environment", "environments": [{"environment": "frozen_lake", "memory": {},
+         "turn_template": "{history}{observation}"}]},
+    ],
+)  # fmt: skip
+def test_episodes_of_several_sequences_go_with_images(episodes: dict[str, Any]) -> None:
+    assert a_spec(rollout={"episodes": episodes}).data.images is not None
+
+
+def test_agents_go_with_images() -> None:
+    assert a_spec(rollout={"agents": {}}).rollout.agents is not None
+
+
 def test_a_teacher_in_the_trainer_goes_with_images() -> None:
     spec = a_spec(algorithm={"distillation": {"path": "/models/teacher"}})
 
@@ -76,7 +92,6 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
             {"rollout": {"engine": {"kind": "vllm", "options": {"limit-mm-per-prompt": "{}"}}}},
             "it is set by data.images",
         ),
-        ({"rollout": {"agents": {}}}, "rollout.agents"),
         (
             {"algorithm": {"distillation": {"servers": [{"url": "http://t.example.com", "kind": "sglang"}]}}},
             r"algorithm.distillation.servers, which are sent token ids",

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.services.rollout.engines.embedded.prefix_cache import Entry, PrefixCache
+from flotilla.services.rollout.engines.base import PromptImage
+from flotilla.services.rollout.engines.embedded.prefix_cache import Entry, PrefixCache, names_of
 
 
 def ids(*tokens: int) -> npt.NDArray[np.int64]:
@@ -85,3 +86,14 @@ def test_new_weights_empty_it() -> None:
     assert cache.find(ids(*range(41))) is None
     cache.add(Entry(ids(*range(40)), "again", 40))
     assert cache.find(ids(*range(41))) == ("again", 40)
+
+
+def test_tokens_of_images_are_told_apart_by_what_the_images_are() -> None:
+    tokens = ids(1, 2, 5, 5, 5, 3, 5)
+    one, same, other = (names_of(tokens, [PromptImage(2, 3, data)]) for data in (b"one", b"one", b"other"))
+
+    assert one.tolist() == same.tolist()
+    assert [*one[:2], *one[5:]] == [1, 2, 3, 5], "a token that was sampled, or said, stays what it is"
+    assert (one[2:5] < 0).all()
+    assert len({*one[2:5].tolist(), *other[2:5].tolist()}) == 6
+    assert names_of(tokens, ()) is tokens

@@ -94,7 +94,7 @@ def test_parts_without_content_take_the_columns_images(tmp_path: Path) -> None:
 def test_a_part_that_names_another_image_does_not_take_the_columns(tmp_path: Path, part: dict[str, Any]) -> None:
     path = written(tmp_path, {"prompt": [{"role": "user", "content": [part]}], "label": "a", "images": [uri(RED)]})
 
-    with pytest.raises(DataError, match=r"b\.png' is not in the row"):
+    with pytest.raises(DataError, match=r"b\.png' has no bytes here"):
         first_task(path)
 
 

@@ -225,14 +225,13 @@ BRANCHES: dict[str, Any] = {"environments": (EnvironmentConfig(environment="froz
     [
         ("gae", {}, "advantage.kind gae"),
         ("gigpo", {"most": 100}, "max_response_tokens"),
-        ("grpo", {"has_images": True}, "data.images"),
         ("grpo", {"asks_teachers": True}, "distillation.servers"),
     ],
 )
 def test_what_does_not_go_with_several_sequences_is_refused(
     kind: str, given: dict[str, Any], words: str, several: dict[str, Any]
 ) -> None:
-    told = {"has_images": False, "asks_teachers": False, "cuts": False} | given
+    told = {"asks_teachers": False, "cuts": False} | given
     most = told.pop("most", None)
     episodes = EnvironmentEpisodesConfig(kind="environment", max_response_tokens=most, **several)
 
@@ -240,7 +239,7 @@ def test_what_does_not_go_with_several_sequences_is_refused(
         check_sequences(episodes, kind, **told)
 
     assert ("history branch" in str(caught.value)) is (several is BRANCHES)
-    check_sequences(episodes.model_copy(update={"max_response_tokens": None}), "gigpo", has_images=False,
+    check_sequences(episodes.model_copy(update={"max_response_tokens": None}), "gigpo",
                     asks_teachers=False, cuts=False)  # fmt: skip
 
 
@@ -248,11 +247,11 @@ def test_a_memory_and_branches_are_refused_beside_each_other() -> None:
     episodes = EnvironmentEpisodesConfig(kind="environment", **{**MEMORY, "history": "branch"})
 
     with pytest.raises(ValueError, match=r"history branch has no effect beside .*environments.0.memory"):
-        check_sequences(episodes, "grpo", has_images=False, asks_teachers=False, cuts=False)
+        check_sequences(episodes, "grpo", asks_teachers=False, cuts=False)
 
 
 def test_a_prompt_that_is_cut_would_be_whole_again_in_a_branch() -> None:
-    told = {"has_images": False, "asks_teachers": False, "cuts": True}
+    told = {"asks_teachers": False, "cuts": True}
 
     with pytest.raises(ValueError, match=r"history branch .* data.overlong.kind truncate"):
         check_sequences(EnvironmentEpisodesConfig(kind="environment", **BRANCHES), "grpo", **told)

@@ -418,9 +418,8 @@ IMAGE = 250
 class Illustrated(Characters):
     """Writes two tokens for each image, at the beginning."""
 
-    def illustrated(
-        self, messages: Sequence[Message], images: Sequence[bytes]
-    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+    def illustrated(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        images = [image for each in messages for image in each.images]
         token_ids = (IMAGE, IMAGE) * len(images) + self.prompt_ids(messages)
         return token_ids, self.placed(token_ids, images)
 

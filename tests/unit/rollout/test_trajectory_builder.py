@@ -7,6 +7,7 @@ import pytest
 
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
 from flotilla.services.trainer.data.batch import pieces
+from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.routing import RoutedExperts
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
@@ -167,3 +168,36 @@ def test_an_interrupted_turn_without_a_record_is_left_out_and_known_turns_keep_t
     found = again.build(FinishReason.STOP).experts
     assert found is not None
     assert found.ids()[:, 0, 0].tolist() == [1, 1, 1, 1, 1, 2, 2]
+
+
+def with_images() -> TrajectoryBuilder:
+    builder = TrajectoryBuilder()
+    builder.show([1, 2, 2, 3], images=[PromptImage(1, 2, b"task's")])
+    sampled(builder, 4)
+    builder.show([7, 2, 2], images=[PromptImage(1, 2, b"shown")])
+    sampled(builder, 8)
+    builder.show([1, 2, 2, 3, 4, 2], is_fresh=True, images=[PromptImage(1, 2, b"task's"), PromptImage(5, 1, b"new")])
+    return builder
+
+
+def test_images_are_listed_once_there_are_others_than_the_tasks_in_its_first_prompt() -> None:
+    builder = with_images()
+
+    assert builder.prompt_images == (PromptImage(1, 2, b"task's"), PromptImage(5, 1, b"new"))
+    shown = (PromptImage(1, 2, b"task's"), PromptImage(6, 2, b"shown"))
+    assert builder.build(FinishReason.TURNS, [b"task's"]).images == shown, "what nobody answered is left out"
+    sampled(builder, 5)
+    made = builder.build(FinishReason.TURNS, [b"task's"])
+    assert made.images == (*shown, PromptImage(10, 2, b"task's"), PromptImage(14, 1, b"new"))
+    assert [each.images for each in pieces(made)] == [shown, builder.prompt_images]
+    one_turn = TrajectoryBuilder.continuing(made, 1)
+    assert one_turn.images == shown[:1]
+    assert one_turn.build(FinishReason.STOP, [b"task's"]).images == ()
+    assert one_turn.build(FinishReason.STOP, [b"other"]).images == shown[:1]
+    assert TrajectoryBuilder.continuing(replace(made, images=()), 1, first_images=shown).images == shown[:1]
+
+
+@pytest.mark.parametrize("images", [(PromptImage(2, 2, b""), PromptImage(3, 1, b"")), (PromptImage(9, 9, b""),)])
+def test_images_that_overlap_or_have_no_tokens_are_no_trajectory(images: tuple[PromptImage, ...]) -> None:
+    with pytest.raises(ValueError, match="has no place"):
+        replace(three_turns().build(FinishReason.TURNS), images=images)

@@ -6,11 +6,13 @@ import msgpack
 import numpy as np
 import pytest
 
+from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.task import TASK_SCHEMA
-from flotilla.shared.schemas.trajectory import GROUP_SCHEMA, GradeStatus, Group
+from flotilla.shared.schemas.trajectory import GROUP_SCHEMA, ILLUSTRATED_SCHEMA, GradeStatus, Group
 from flotilla.shared.streams.codec import (
     EntryHeader,
     decode_group,
+    decode_partials,
     decode_task,
     encode_body,
     encode_fresh_header,
@@ -147,3 +149,35 @@ def test_unknown_header_fields_are_passed_over_and_missing_ones_named() -> None:
     del wire["size"]
     with pytest.raises(ValueError, match="size"):
         EntryHeader.from_bytes(msgpack.packb(wire))
+
+
+def an_illustrated_group() -> Group:
+    """Make a group whose members were shown the task's picture, one of their own and one that both saw."""
+    task = a_task(3, images=(b"the task's picture",))
+    members = [
+        replace(
+            each,
+            images=(
+                PromptImage(0, 1, b"the task's picture"),
+                PromptImage(1, 1, b"a picture of both"),
+                PromptImage(2, 1, b"picture of member %d" % number),
+            ),
+        )
+        for number, each in enumerate(a_group(task, rewards=[None, 0.25]).trajectories)
+    ]
+    return Group(task, tuple(members))
+
+
+def test_pictures_of_later_turns_travel_once_each_and_come_back() -> None:
+    group = an_illustrated_group()
+
+    body, task = encode_body(group), encode_task(group.task, group.trajectories)
+
+    for payload in (body, task):
+        assert [payload.count(each) for each in (b"the task's", b"of both", b"member 0", b"member 1")] == [1, 1, 1, 1]
+    expected = [each.images for each in group.trajectories]
+    assert [each.images for each in decode_group(body, encode_grades(group)).trajectories] == expected
+    assert [each.images for each in decode_partials(task) if each is not None] == expected
+    assert decode_task(task) == group.task
+    assert msgpack.unpackb(body)["schema"] == ILLUSTRATED_SCHEMA, "an earlier release would read them as text"
+    assert msgpack.unpackb(encode_body(a_group(3)))["schema"] == GROUP_SCHEMA

@@ -143,7 +143,11 @@ class IllustratedDecoder(Protocol):
         """
 
     def prefill_illustrated(
-        self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        images: Sequence[Sequence[PromptImage]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
     ) -> Tensor:
         """Do what ``prefill`` does, with the images of each sequence; none for some."""
 

@@ -103,6 +103,17 @@ class ColumnCache:
         self._end += 1
         return Cache(layers=layers)
 
+    def keep(self, row: int, num_tokens: int) -> KeptRow:
+        """Copy what a row has; it ends where all do."""
+        live = slice(self._end - num_tokens, self._end)
+        keys, values = (torch.stack([layer[of][row, :, live] for layer in self._layers]) for of in (0, 1))
+        return KeptRow(keys, values)
+
+    @property
+    def token_bytes(self) -> int:
+        """Count the bytes of a token of a row; 0 before the first prefill."""
+        return sum(each.shape[1] * each.shape[3] * each.element_size() for layer in self._layers for each in layer)
+
     def release(self) -> None:
         """Free all rows."""
         self._layers, self._capacity, self._end = [], 0, 0

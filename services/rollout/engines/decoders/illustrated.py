@@ -4,10 +4,11 @@ The tokens of an image take fewer positions than there are of them, so the posit
 number of cached tokens and a difference that its row keeps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
@@ -51,6 +52,14 @@ class VisionDecoder(CachedDecoder):
         for image in images:
             self._processor.check_tokens(image.data, image.num_tokens)
 
+    def keep(self, row: int, num_tokens: int) -> KeptRow | None:  # type: ignore[override]
+        """Copy the beginning of a row; see ``Decoder.keep``. On a GPU a step ahead may have been appended to it."""
+        return self._cache.keep(row, num_tokens) if self._device.type == "cpu" else None
+
+    def kept_bytes(self, num_tokens: int) -> int:
+        """Count the bytes of what ``keep`` returns; see ``Decoder.kept_bytes``."""
+        return num_tokens * self._cache.token_bytes if self._device.type == "cpu" else 0
+
     def prefill(
         self,
         sequences: Sequence[Tokens],
@@ -58,27 +67,79 @@ class VisionDecoder(CachedDecoder):
         kept: Sequence[tuple[KeptRow, int] | None] = (),
     ) -> Tensor:
         """Compute sequences of text; see ``Decoder.prefill``."""
+        if any(kept):
+            return self.prefill_illustrated(sequences, rows, [()] * len(sequences), kept)
         self._differences[[row for targets in rows for row in targets]] = 0
-        return super().prefill(sequences, rows, kept)
+        return super().prefill(sequences, rows)
 
     @torch.inference_mode()
     def prefill_illustrated(
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        images: Sequence[Sequence[PromptImage]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
+    ) -> Tensor:
+        """Compute sequences with images; see ``IllustratedDecoder.prefill_illustrated``."""
+        had = kept or [None] * len(sequences)
+        fresh = [number for number, each in enumerate(had) if each is None]
+        if len(fresh) == len(had):
+            return self._padded(sequences, rows, images)
+        found = [torch.empty(0)] * len(had)
+        if fresh:
+            whole = self._padded([sequences[n] for n in fresh], [rows[n] for n in fresh], [images[n] for n in fresh])
+            for place, number in enumerate(fresh):
+                found[number] = whole[place : place + 1]
+        for number, each in enumerate(had):
+            if each is not None:
+                found[number] = self._behind(*each, sequences[number], rows[number], images[number])
+        return torch.cat(found)
+
+    def _behind(
+        self, kept: KeptRow, num_kept: int, sequence: Tokens, rows: Sequence[int], images: Sequence[PromptImage]
+    ) -> Tensor:
+        """Compute the rest of one sequence: [1, V] logits."""
+        length = sequence.shape[0]
+        positions = torch.from_numpy(self._positions(length, rows, images)[:, num_kept:]).to(self._device)
+        token_ids = torch.from_numpy(sequence[num_kept:]).to(self._device)[None]
+        computed = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(kept.keys, kept.values, strict=True)):
+            computed.update(keys[None, :, :num_kept], values[None, :, :num_kept], layer)
+        found = self._model.base_model.language_model(
+            **self._read(token_ids, _placed([images], [length], length - num_kept)),
+            attention_mask=torch.ones((1, length), dtype=torch.int64, device=self._device),
+            position_ids=positions[:, None],
+            past_key_values=computed,
+            use_cache=True,
+        )
+        self._cache.write(computed, [length], [rows])
+        logits: Tensor = self._model.get_output_embeddings()(found.last_hidden_state[:, -1])
+        return logits
+
+    def _read(self, token_ids: Tensor, placed: PlacedImages) -> Mapping[str, Any]:
+        """Return what the language model reads: tokens, or what an image is in their places."""
+        return self._tower.arguments(token_ids, placed.to(self._device)) if placed.images else {"input_ids": token_ids}
+
+    def _positions(self, length: int, rows: Sequence[int], images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
+        """Compute the positions of a sequence, and note where its rows go on: [3, length]."""
+        own = grid_positions(length, [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in images])
+        self._differences[list(rows)] = int(own[:, -1].max()) + 1 - length
+        return own
+
+    def _padded(
         self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
     ) -> Tensor:
-        """Compute sequences with images, padded on the left; see ``IllustratedDecoder.prefill_illustrated``."""
+        """Compute whole sequences, padded on the left."""
         lengths, padded = padded_left(sequences)
         width = padded.shape[1]
         positions = np.zeros((3, len(sequences), width), dtype=np.int64)
         for number, (length, had, targets) in enumerate(zip(lengths, images, rows, strict=True)):
-            spans = [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in had]
-            own = grid_positions(length, spans)
-            positions[:, number, width - length :] = own
-            self._differences[list(targets)] = int(own[:, -1].max()) + 1 - length
+            positions[:, number, width - length :] = self._positions(length, targets, had)
         token_ids = torch.from_numpy(padded).to(self._device)
         columns = torch.arange(width, device=self._device)
         computed = DynamicCache()
         found = self._model.base_model.language_model(
-            **self._tower.arguments(token_ids, _placed(images, lengths, width).to(self._device)),
+            **self._read(token_ids, _placed(images, lengths, width)),
             attention_mask=(columns >= width - torch.tensor(lengths, device=self._device).unsqueeze(1)).long(),
             position_ids=torch.from_numpy(positions).to(self._device),
             past_key_values=computed,
@@ -139,7 +200,11 @@ class RecomputingVisionDecoder(RecomputingDecoder):
 
     @torch.inference_mode()
     def prefill_illustrated(
-        self, sequences: Sequence[Tokens], rows: Sequence[Sequence[int]], images: Sequence[Sequence[PromptImage]]
+        self,
+        sequences: Sequence[Tokens],
+        rows: Sequence[Sequence[int]],
+        images: Sequence[Sequence[PromptImage]],
+        kept: Sequence[tuple[KeptRow, int] | None] = (),
     ) -> Tensor:
         """Remember and compute sequences with images; see ``IllustratedDecoder.prefill_illustrated``."""
         for sequence, targets, had in zip(sequences, rows, images, strict=True):
@@ -187,16 +252,20 @@ def _and_then(first: Callable[[], None], second: Callable[[], None]) -> Callable
 
 
 def _placed(images: Sequence[Sequence[PromptImage]], lengths: Sequence[int], width: int) -> PlacedImages:
-    """Place the images of rows that end together; each distinct one is computed once."""
+    """Place the images of rows that end together; each distinct one is computed once.
+
+    Of a sequence that is longer than its row only the end is there, and so of its images.
+    """
     distinct: dict[bytes, int] = {}
     num_features = 0
-    places, sources = [], []
+    places, sources = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for number, (had, length) in enumerate(zip(images, lengths, strict=True)):
-        for image in had:
+        missing = max(0, length - width)
+        for image in (each for each in had if each.end > missing):
             if image.data not in distinct:
                 distinct[image.data] = num_features
                 num_features += image.num_tokens
-            tokens = np.arange(image.num_tokens)
+            tokens = np.arange(max(0, missing - image.start), image.num_tokens)
             places.append(number * width + width - length + image.start + tokens)
             sources.append(distinct[image.data] + tokens)
     return PlacedImages(

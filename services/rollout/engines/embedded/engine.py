@@ -23,7 +23,7 @@ from flotilla.services.rollout.engines.decoders.host_arrays import on_device
 from flotilla.services.rollout.engines.embedded.batch import ActiveRequest, Batch, Rows, Start, cached, merged
 from flotilla.services.rollout.engines.embedded.loading import load_decoder
 from flotilla.services.rollout.engines.embedded.outcomes import Generated, GenerationFailed, Outcome, Updated
-from flotilla.services.rollout.engines.embedded.prefix_cache import KeptTurns
+from flotilla.services.rollout.engines.embedded.prefix_cache import KeptTurns, names_of
 from flotilla.services.rollout.engines.embedded.sampling import Flight, RowSampling, sample
 from flotilla.services.rollout.engines.embedded.updates import Update, UpdateQueue
 from flotilla.services.rollout.engines.requests import check_request, unstarted_completion
@@ -342,7 +342,7 @@ class TorchEngine:
         sequences, rows = [start.tokens for start in starts], [start.rows.tolist() for start in starts]
         if any(start.images for start in starts):
             assert isinstance(self._decoder, IllustratedDecoder)
-            return self._decoder.prefill_illustrated(sequences, rows, [start.images for start in starts])
+            return self._decoder.prefill_illustrated(sequences, rows, [start.images for start in starts], kept)
         logits = self._decoder.prefill(sequences, rows, kept)
         if (routed := self._routed()) is not None and self._batch.experts is not None:
             lengths = [sequence.shape[0] for sequence in sequences]
@@ -380,8 +380,7 @@ class TorchEngine:
             self._adapters.assign(group, active.request)
             batch.join(group, active, version)
         starts = merged(starts)
-        # What was kept is known by its tokens alone, which stand for any image.
-        kept = [None if start.images or start.adapter else self._turns.kept_of(start.tokens) for start in starts]
+        kept = [None if each.adapter else self._turns.kept_of(names_of(each.tokens, each.images)) for each in starts]
         logits = self._prefill(starts, kept)
         self._waiting = [active for active in self._waiting if active.num_waiting]
         flat = np.concatenate([start.rows for start in starts])

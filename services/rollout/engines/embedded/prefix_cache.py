@@ -5,14 +5,16 @@ cache. A prompt takes what it has in common with the entry that begins most like
 that entry. Entries that were used longest ago make room.
 """
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from flotilla.services.rollout.engines.base import PromptImage
 from flotilla.services.rollout.engines.decoders.base import Decoder, KeptRow
 from flotilla.services.rollout.engines.embedded.batch import Batch, Rows
 
@@ -131,6 +133,17 @@ def _common(one: TokenIds, other: TokenIds) -> int:
     return int(differing[0]) if differing.size else num
 
 
+def names_of(tokens: Rows, images: Sequence[PromptImage]) -> TokenIds:
+    """Name tokens by what they stand for: those of an image by its content and their place in it, below all ids."""
+    if not images:
+        return tokens
+    named = tokens.copy()
+    for image in images:
+        content = int.from_bytes(hashlib.blake2b(image.data, digest_size=8).digest(), "big") >> 2
+        named[image.start : image.end] = -1 - content - np.arange(image.num_tokens)
+    return named
+
+
 class KeptTurns:
     """What is kept of finished turns, and how much was saved by it.
 
@@ -177,4 +190,4 @@ class KeptTurns:
                 continue
             kept = self._decoder.keep(row, tokens.size)
             if kept is not None:
-                self._cache.add(Entry(tokens, kept, num_bytes))
+                self._cache.add(Entry(names_of(tokens, batch.images_of(row)), kept, num_bytes))

@@ -17,7 +17,9 @@ from flotilla.importers.parameter import Verdict
 from flotilla.importers.systems import SYSTEMS, read
 from flotilla.importers.verl.tools import ENABLED
 from flotilla.services.rollout.custom.process import CustomProcess
+from flotilla.services.rollout.episodes.observations import message_of
 from flotilla.shared.config.sections.episodes import ToolEpisodesConfig
+from flotilla.shared.vision.files import size_of
 from tests.unit.importers.sources import BASES, import_flat, nested
 
 MULTI = "actor_rollout_ref.rollout.multi_turn"
@@ -83,7 +85,7 @@ def test_a_class_that_cannot_be_played_is_refused_by_name_and_the_others_are_kep
 
     refused = {entry.name: entry.detail for entry in found.report.refused}
     assert list(refused) == [f"{MULTI}.tool_config.zoom"]
-    assert "ImageZoomInTool answers with images" in refused[f"{MULTI}.tool_config.zoom"]
+    assert "ImageZoomInTool is given the images of the row" in refused[f"{MULTI}.tool_config.zoom"]
     assert found.spec is not None and isinstance(found.spec.rollout.episodes, ToolEpisodesConfig)
     assert len(found.spec.rollout.episodes.tools) == 1
 
@@ -235,6 +237,15 @@ class Plain(BaseTool):
     async def execute(self, instance_id, parameters, **kwargs):
         return ToolResponse(text=f"{self.name} {self.config} {parameters}"), 0.0, {}
 """
+CAMERA = """
+from PIL import Image
+from verl.tools.base_tool import BaseTool, ToolResponse
+
+
+class Camera(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="seen", image=[Image.new("RGB", (16, 8), (220, 30, 30))]), 0.0, {}
+"""
 OWN_NAMES = ["json", "TOOL", "_plain", "isinstance", "class", "None", "sys", "BaseTool", "calc", "NUMBER", "str"]
 
 
@@ -302,3 +313,13 @@ def test_a_class_in_a_module_of_the_written_files_name_is_refused() -> None:
     found = imported({**tool("Plain", "calc"), "class_name": "flotilla_calc_tool.Plain"})
 
     assert "give it another name" in found.report.render()
+
+
+async def test_a_class_that_answers_with_images_shows_them(tmp_path: Path) -> None:
+    (tmp_path / "lens_tool.py").write_text(CAMERA)
+
+    _, said = await played(tmp_path, imported({**tool("Camera", "lens"), "class_name": "lens_tool.Camera"}), "7")
+
+    message = message_of("tool", said)
+    assert message.content == "seen<image>"
+    assert size_of(message.images[0]) == (16, 8)

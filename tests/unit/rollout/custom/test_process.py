@@ -2,6 +2,7 @@
 
 import os
 import signal
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,14 +13,19 @@ import pytest
 from flotilla.services.rollout.custom.process import CustomProcess
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation, EnvironmentConversations
 from flotilla.services.rollout.tools.base import ToolFailed
+from flotilla.services.rollout.tools.conversation import ToolConversation
 from flotilla.services.rollout.tools.opening import open_tools
 from flotilla.shared.config.sections.episodes import EnvironmentConfig, EnvironmentEpisodesConfig, ToolEpisodesConfig
 from flotilla.shared.errors import EpisodeFailed, InvalidSpec
 from flotilla.shared.schemas.turns import FinishReason
 from flotilla.shared.testing.builders import a_task
+from tests.vision_models import a_picture
 
 OWN = '''
 import asyncio, os, sys
+from base64 import b64decode
+PNG = b64decode("PICTURE")
+def photo(): return [{"type": "image", "image": PNG}]
 class Maze:
     def __init__(self, size=3): self.size = size
     def reset(self, seed):
@@ -35,6 +41,7 @@ class Maze:
         if text == "shape": return "wrong"
         if text == "words": return "seen", "1.0", True, False, {}
         if text == "told": return "o", 0, False, False, {"action": 3, "is_valid": 0, "remembered": None}
+        if text == "look": return [{"type": "text", "text": "l"}, {"type": "image", "image": PNG}], 0, False, False, {}
         if text == "pid": return str(os.getpid()), 0, False, False, {}
         token = os.environ.get("FLOTILLA_TOKEN", "no token")
         return f"{self.seed} {text} {token} \\ud83d", 1, False, True, {"metrics": {"speed": 2}}
@@ -48,7 +55,7 @@ def absent(name: str) -> str:
 def secret() -> str:
     """Look around."""
     return os.environ.get("FLOTILLA_TOKEN", "nothing") + str(os.getpid())
-'''
+'''.replace("PICTURE", b64encode(a_picture("red")).decode())
 
 
 def maze(folder: Path, **options: Any) -> EnvironmentConfig:
@@ -168,3 +175,20 @@ async def test_what_an_environment_says_of_an_action_arrives(tmp_path: Path) -> 
         await process.aclose()
 
     assert info == {"metrics": {}, "action": "3", "is_valid": False}
+
+
+async def test_pictures_of_environments_and_functions_come_from_there(tmp_path: Path) -> None:
+    async with a_process(maze(tmp_path)) as conversations:
+        (message,) = (await (await begun(conversations)).answer("look", is_cut=False)).messages
+    assert (message.content, message.images) == ("l<image>", (a_picture("red"),))
+    tools = {"kind": "tools", "tools": [{"kind": "python", "path": f"{tmp_path}/own.py:photo"}]}
+    config = ToolEpisodesConfig.model_validate(tools)
+    box = await open_tools(config)
+    try:
+        conversation = ToolConversation(box.for_episode(a_task()), a_task(), config)
+        await conversation.begin()
+        call = '<tool_call>{"name": "photo", "arguments": {}}</tool_call>'
+        (shown,) = (await conversation.answer(call, is_cut=False)).messages
+    finally:
+        await box.aclose()
+    assert (shown.role, shown.content, shown.images) == ("tool", "<image>", (a_picture("red"),))

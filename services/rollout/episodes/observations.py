@@ -1,0 +1,88 @@
+"""What environments, tools and simulated users say, as messages: texts, or parts of which some are images."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flotilla.shared.errors import DataError, EpisodeFailed
+from flotilla.shared.schemas.task import IMAGE_MARK, Message
+from flotilla.shared.vision.parts import Part, are_parts, marked, uri_of
+
+
+def shown(text: object) -> str:
+    """Write what a tool or an environment said so that it can be encoded: a lone surrogate is no text."""
+    return str(text).encode("utf-8", "replace").decode()
+
+
+def message_of(role: str, said: Any) -> Message:
+    """Make a message of a text, or of parts.
+
+    Raises:
+        EpisodeFailed: they are no parts, or an image cannot be read.
+    """
+    if not are_parts(said):
+        return Message(role, shown(said))
+    try:
+        parts = [Part.of(each) for each in said]
+        return Message(role, shown(marked(parts)), tuple([part.image() for part in parts if part.text is None]))
+    except DataError as error:
+        raise EpisodeFailed(error.detail) from error
+
+
+def text_of(said: Any) -> str:
+    """Write what was said without its images.
+
+    Raises:
+        EpisodeFailed: it has a part that is not known.
+    """
+    if not are_parts(said):
+        return shown(said)
+    try:
+        return shown("".join(Part.of(each).text or "" for each in said))
+    except DataError as error:
+        raise EpisodeFailed(error.detail) from error
+
+
+def plain(said: Any) -> str | list[Any]:
+    """Make of what was said what JSON can carry.
+
+    Raises:
+        DataError: an image is neither bytes nor a text.
+    """
+    return [_plain_part(each) for each in said] if are_parts(said) else str(said)
+
+
+def _plain_part(written: Any) -> dict[str, Any]:
+    part = Part.of(written)
+    if part.text is not None:
+        return {"type": "text", "text": part.text}
+    if not isinstance(part.source, bytes | str):
+        raise DataError(f"an image is bytes or a data: URI, and this one is {type(part.source).__name__}")
+    source = uri_of(part.source) if isinstance(part.source, bytes) else part.source
+    if source is None:
+        raise DataError("an image is in no format that is known: PNG, JPEG, WebP, GIF or BMP")
+    return {"type": "image", "image": source}
+
+
+def content_of(message: Message) -> str | tuple[dict[str, Any], ...]:
+    """Write the content of a message: a text, or parts where it has images."""
+    if not message.images:
+        return message.content
+    found: list[dict[str, Any]] = []
+    for number, text in enumerate(message.content.split(IMAGE_MARK)):
+        if number:
+            found.append({"type": "image_url", "image_url": {"url": uri_of(message.images[number - 1])}})
+        found += [{"type": "text", "text": text}] if text else []
+    return tuple(found)
+
+
+def with_observation(messages: tuple[Message, ...], observation: Message) -> tuple[Message, ...]:
+    """Put an observation behind the task's messages: into the last one if that is the user's, since roles alternate."""
+    if messages and messages[-1].role == "user":
+        return (*messages[:-1], joined((messages[-1], observation)))
+    return (*messages, observation)
+
+
+def joined(messages: Sequence[Message]) -> Message:
+    """Join messages of one role, those without a text left out."""
+    content = "\n\n".join(filter(None, (each.content for each in messages)))
+    return Message(messages[0].role, content, tuple([image for each in messages for image in each.images]))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flotilla.shared.schemas.encoded_bytes import EncodedBytes
+from flotilla.shared.schemas.routing import EncodedBytes
 
 
 @dataclass(frozen=True, slots=True)

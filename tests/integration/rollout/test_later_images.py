@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flotilla.services.rollout.agents.threads import Threads
 from transformers import AutoModelForImageTextToText
 
-from flotilla.services.rollout.agents.episode import Episode
+from flotilla.services.rollout.agents.episode import Episode, Threads
 from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Engine, ResumeRule
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine

@@ -7,6 +7,7 @@ reward, too few members to compare, a token that is too old) is resolved with it
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CLAIM_COUNT = 64
 CLAIM_WAIT_SECONDS = 1.0
+GATHER_SECONDS = 0.1
+"""While a step is computed, the groups that come within this time are claimed together."""
 
 ReadVersion = Callable[[], Awaitable[int | None]]
 """Reads the newest version that was published; None before the first."""
@@ -174,6 +177,7 @@ class GroupSource:
         self._already_trained: list[Claim] = []
         self._durable = trained.copy()
         self._changed = asyncio.Event()
+        self._is_awaited = asyncio.Event()
 
     def bound_lag(self, max_lag: int) -> None:
         """Refuse tokens that are more than so many versions older than the one being trained, from now on."""
@@ -197,22 +201,26 @@ class GroupSource:
         """
         claim_some = partial(self._queue.hop.claim, CLAIM_COUNT, wait_seconds=CLAIM_WAIT_SECONDS)
         while True:
-            for claim in await retry(claim_some, waiting_for=DATA_PLANE):
+            claims = await retry(claim_some, waiting_for=DATA_PLANE)
+            for claim in claims:
                 await self._take_in(claim)
+            if 0 < len(claims) < CLAIM_COUNT:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(GATHER_SECONDS):
+                        await self._is_awaited.wait()
 
     async def until(self, is_enough: Callable[[Collection[int]], bool], *, wait_seconds: float) -> bool:
         """Wait until the ids of the ready groups are enough; False if they were not in time."""
-        end = asyncio.get_running_loop().time() + wait_seconds
-        while not is_enough(self._ready.keys()):
-            self._changed.clear()
-            remaining = end - asyncio.get_running_loop().time()
-            if remaining <= 0:
-                return False
-            try:
-                async with asyncio.timeout(remaining):
+        self._is_awaited.set()
+        try:
+            async with asyncio.timeout(wait_seconds):
+                while not is_enough(self._ready.keys()):
+                    self._changed.clear()
                     await self._changed.wait()
-            except TimeoutError:
-                return is_enough(self._ready.keys())
+        except TimeoutError:
+            return is_enough(self._ready.keys())
+        finally:
+            self._is_awaited.clear()
         return True
 
     def oldest(self, count: int) -> list[ReadyGroup]:

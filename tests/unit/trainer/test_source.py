@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flotilla.services.trainer.data import source as source_module
 from flotilla.services.trainer.data.group_metrics import Totals
 from flotilla.services.trainer.data.plan import StepPlanner
 from flotilla.services.trainer.data.source import GroupSource, Requirements, find_problem
@@ -111,6 +112,26 @@ async def test_a_step_takes_the_oldest_groups_in_order() -> None:
     assert [group.task.group_id for group in planned.groups] == [0, 1]
     assert not planned.is_replay
     assert (await plane.ledger()).planned == 2
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+async def test_groups_are_claimed_together_while_nobody_waits_for_them(
+    is_awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "GATHER_SECONDS", 60.0)
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, *[0] * 4)
+    async with a_source(plane) as source:
+        waiting = asyncio.create_task(source.until(lambda ids: len(ids) == 4, wait_seconds=10)) if is_awaited else None
+        ready = []
+        for task in tasks:
+            await answer(plane, a_group([1.0, 0.0], task))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            ready.append(source.num_ready)
+
+        assert ready == ([1, 2, 3, 4] if is_awaited else [1, 1, 1, 1])
+        assert await (waiting or source.until(lambda ids: len(ids) == 4, wait_seconds=10))
 
 
 async def test_a_standing_plan_is_replayed_in_its_order() -> None:

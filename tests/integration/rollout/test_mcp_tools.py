@@ -133,7 +133,7 @@ async def test_a_slow_server_is_waited_for_and_used_once_it_answers(
             with pytest.raises(Unavailable, match=r"did not answer within 0\.4 s"):
                 await server.tools()
         (tmp_path / "hold").unlink()
-        add, _ = await server.tools()
+        add, *_ = await server.tools()
         assert await add.call({"a": 2, "b": 3}) == "5"
     finally:
         await server.close()

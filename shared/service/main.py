@@ -16,7 +16,7 @@ from flotilla.shared.environment.settings import ServiceSettings, gateway_urls, 
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process
 from flotilla.shared.net.server.ports import address_towards, check_can_be_told
-from flotilla.shared.net.server.serving import NOTICE, address_of, bind, serve_several
+from flotilla.shared.net.server.serving import NOTICE, NewLoop, address_of, bind, serve_several
 from flotilla.shared.service.app import leave
 from flotilla.shared.service.devices import limit_devices
 from flotilla.shared.service.notices import Departure, watch_notices
@@ -33,6 +33,7 @@ def run_service(
     *,
     needs_redis: bool = True,
     serves_several: bool = False,
+    new_loop: NewLoop | None = None,
 ) -> int:
     """Read the settings, configure logging, bind, serve until told to end.
 
@@ -42,6 +43,7 @@ def run_service(
         needs_redis: whether it talks to the data plane, and so must be told where that is.
         serves_several: whether one process may serve several experiments, as many as ``FLOTILLA_EXPERIMENTS`` says,
             and is a service for each.
+        new_loop: makes the event loop; None: asyncio's own.
 
     Returns:
         0 after an orderly end; 2, with one sentence on standard error, if it cannot start.
@@ -72,7 +74,7 @@ def run_service(
             signal.signal(NOTICE, signal.SIG_IGN)
             stop = watch_notices(settings.notices, departure.hear)
         try:
-            serve_several(apps, lambda: partial(leave, departure.begin()), settings.tls)
+            serve_several(apps, lambda: partial(leave, departure.begin()), settings.tls, new_loop)
         finally:
             if stop is not None:
                 stop()

@@ -111,7 +111,10 @@ def serve(
 
 
 def serve_several(
-    apps: Sequence[tuple[FastAPI, socket.socket]], departs: Callable[[], Leave] | None, tls: Tls | None
+    apps: Sequence[tuple[FastAPI, socket.socket]],
+    departs: Callable[[], Leave] | None,
+    tls: Tls | None,
+    new_loop: NewLoop | None = None,
 ) -> None:
     """Serve apps of one process, each on a socket of its own, as ``serve`` does, until all of them have ended.
 
@@ -120,9 +123,9 @@ def serve_several(
     Args:
         apps: with their sockets.
         departs: begins a departure, once for all of them; gives what each is to do.
-        tls: as of ``serve``.
+        tls, new_loop: as of ``serve``.
     """
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_serve_here(apps, departs, tls))
 
 

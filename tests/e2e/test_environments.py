@@ -1,4 +1,4 @@
-"""Environments by name drive whole training runs, and their reward rises: Harbor tasks, NeMo Gym, verifiers 0.4."""
+"""Environments by name drive whole training runs, and their reward rises: Harbor tasks, NeMo Gym."""
 
 import asyncio
 import json
@@ -15,7 +15,6 @@ from flotilla.agents.box import why_not
 from tests.e2e.test_agents import rewards_of, typed
 from tests.fleet import ROOT, running_fleet
 from tests.integration.gateway.test_nemo_gym import a_real_server
-from tests.integration.gateway.test_tasksets import interpreter_with_tasksets
 
 NUM_STEPS = 16
 PREPARED = "examples/arithmetic/prepared/standard-0"
@@ -81,13 +80,3 @@ def test_the_reward_of_a_nemo_gym_server_rises(tmp_path: Path, problems: Path) -
     with a_real_server() as url:
         agent = ("nemo-gym", url, "--parallel", "32")
         learn(tmp_path, "examples/nemo_gym/experiment.yaml", rows, sys.executable, agent)
-
-
-def test_the_reward_of_a_taskset_of_verifiers_rises(tmp_path: Path, problems: Path) -> None:
-    python = interpreter_with_tasksets(tmp_path / "interpreter")
-    taskset, rows = "examples/verifiers/arithmetic_taskset.py", tmp_path / "rows.jsonl"
-    options = ("--options", json.dumps({"taskset": {"path": str(problems)}}))
-    assert said(python, "-m", "flotilla.agents", "verifiers-rows", taskset, str(rows), *options) == "2000 rows\n"
-
-    agent = ("verifiers", taskset, *options, "--parallel", "16")
-    learn(tmp_path, "examples/verifiers/experiment.yaml", rows, python, agent)

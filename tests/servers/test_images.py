@@ -1,19 +1,14 @@
 """Real SGLang and vLLM servers compute images as the trainer does, whatever they keep, load or are interrupted by."""
 
 import asyncio
-import json
-import os
-import subprocess
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pytest
 import torch
-from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
 from flotilla.pinned_engines import installed_version
@@ -30,14 +25,10 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.environment.settings import ENGINE_PYTHONS
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import Group
 from tests.contract.engine.conftest import begin_running, python_of, server_settings, until_running
-from tests.e2e.records import check_summary
-from tests.e2e.test_images import SPEC, rows
-from tests.fleet import FLOTILLA
 from tests.integration.trainer.test_images_agree import CPU, a_trajectory
 from tests.vision_models import IMAGE_TOKEN, KINDS, a_picture, save_vision_model
 
@@ -274,27 +265,3 @@ async def test_an_image_that_the_prompt_was_not_written_with_is_refused(engine: 
 
     with pytest.raises(InvalidRequest, match="3 tokens in the prompt, and 9 here"):
         await asyncio.wait_for(engine.generate(wrong), 60)
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl"])
-def test_a_fleet_with_such_servers_learns_to_see(server: str, kind: str, tmp_path: Path) -> None:
-    parquet.write_table(pa.Table.from_pylist(rows(200, 0)), tmp_path / "train.parquet")
-    parquet.write_table(pa.Table.from_pylist(rows(32, 1)), tmp_path / "held.parquet")
-    save_vision_model(tmp_path / "model", kind, hidden=128, patch=PATCH)
-    spec = SPEC.replace("{kind: torch, slots: 128, ", f"{{kind: {server}, slots: 128, ").replace(
-        "steps: 60", "steps: 30"
-    )
-    (tmp_path / "spec.yaml").write_text(spec.replace("every_versions: 30", "every_versions: null"))
-
-    result = subprocess.run(
-        [*FLOTILLA, "run", "spec.yaml", "--plain", "--runs", "runs"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        env={**os.environ, "FLOTILLA_REDIS_URL": "", ENGINE_PYTHONS[server]: str(python_of(server))},
-    )
-
-    assert result.returncode == 0, result.stdout + result.stderr
-    summary = check_summary(tmp_path / "runs" / "colours", steps=30, groups=8)
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, json.dumps(summary)

@@ -378,7 +378,6 @@ RANKS: Options = {
         "none": {},
         "some": {"data.images.column": "images"},
         "some, tower trained": {"data.images.column": "images", "model.vision_tower": "trained"},
-        "some, in later turns": {"data.images.column": "images"},
     },
     **{
         name: {value: TRAINER[name][value] for value in values}
@@ -401,7 +400,7 @@ RANKS_REFUSED: tuple[frozenset[Case], ...] = (
     frozenset({("mesh", "tensors"), ("adapters", "some")}),
     *(
         frozenset({("pictures", pictures), case})
-        for pictures in ("some", "some, tower trained", "some, in later turns")
+        for pictures in ("some", "some, tower trained")
         for case in (("mesh", "sequences"), ("mesh", "tensors"), ("critic", "the policy's body"))
     ),
 )

@@ -16,7 +16,7 @@ from flotilla.services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.trajectory import Group
 from tests.integration.trainer.ranks import run_ranks, stored
-from tests.integration.trainer.test_images_agree import answered, answered_in_turns
+from tests.integration.trainer.test_images_agree import answered
 from tests.pairs.covering import Case, Row, covering_rows
 from tests.pairs.documents import spec_of
 from tests.pairs.table import RANKS, RANKS_REFUSED
@@ -41,10 +41,10 @@ JOBS: list[Case] = [(mesh, hosts) for mesh in MESHES for hosts in VALUES["hosts"
 
 @dataclass(frozen=True)
 class Pictured:
-    """A model that takes pictures, and groups of its own samples, by what the table calls its pictures."""
+    """A model that takes pictures, and groups of its own samples."""
 
     model: Path
-    groups: dict[str, list[Group]]
+    groups: list[Group]
 
 
 def learned(row: Row, ranks: Ranks | None, pictured: Pictured) -> tuple[Learner, list[dict[str, float]]]:
@@ -61,7 +61,7 @@ def learned(row: Row, ranks: Ranks | None, pictured: Pictured) -> tuple[Learner,
         with stored(a_model(), ranks) as policy, stored(a_model() if has_reference else None, ranks) as reference:
             assert policy is not None
             learner = Learner(spec, policy, reference, ranks=ranks)
-    groups = pictured.groups.get(row["pictures"])
+    groups = pictured.groups if row["pictures"] != "none" else None
     steps = range(1, STEPS + 1)
     return learner, [dict(learner.train(groups or uneven_groups(4, seed=step), step).metrics) for step in steps]
 
@@ -101,8 +101,7 @@ def apart(ranks: Ranks, asked: tuple[list[Row], Pictured]) -> list[tuple[str, fl
 @pytest.fixture(scope="module")
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Pictured:
     model = save_vision_model(tmp_path_factory.mktemp("pictures"))
-    groups, later = answered(model), answered_in_turns(model)
-    return Pictured(model, {"some": groups, "some, tower trained": groups, "some, in later turns": [*groups, *later]})
+    return Pictured(model, answered(model))
 
 
 @pytest.mark.parametrize(("mesh", "hosts"), JOBS, ids=[" of ".join(job) for job in JOBS])

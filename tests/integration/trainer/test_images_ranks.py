@@ -17,7 +17,7 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.trajectory import Group
 from tests.integration.trainer.ranks import TWO_RANKS, image_of_one, image_of_ranks, run_ranks
-from tests.integration.trainer.test_images_agree import CPU, a_spec, answered, answered_in_turns
+from tests.integration.trainer.test_images_agree import CPU, a_spec, answered
 from tests.vision_models import KINDS, save_vision_model
 
 pytestmark = [pytest.mark.timeout(900)]
@@ -127,8 +127,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     teacher = save_vision_model(tmp_path_factory.mktemp("teacher"), KINDS[1], seed=7, hidden=48)
     taught = {"distillation": {"path": str(teacher), "coefficient": 0.5}}
     found["a teacher"] = Case(folder, groups, {"algorithm": taught})
-    later = [*groups, *answered_in_turns(folder)]
-    found["later turns"] = Case(folder, later, {"model": {"vision_tower": "trained"}, "algorithm": kl})
     lora = {"lora": {"rank": 4}, "vision_tower": "trained"}
     found["adapters in the tower"] = Case(folder, groups, {"model": lora, "algorithm": kl})
     return found

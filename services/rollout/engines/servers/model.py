@@ -24,6 +24,7 @@ from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.routed_experts import ServedRouters
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError, InvalidRequest, ModelError, Unavailable, WeightTransferFailed
+from flotilla.shared.models.prompts import USING_TRANSFORMERS
 from flotilla.shared.models.weight_files import safetensors_files
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
 
@@ -112,8 +113,14 @@ def read_served_model(
         shapes={name: header.shape for name, header in headers.items()},
         is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         routers=ServedRouters.of(text) if records_experts else None,
-        processor=None if images is None else processor_of(directory, images),
+        processor=None if images is None else _processor(directory, images),
     )
+
+
+def _processor(directory: Path, images: ImagesConfig) -> ImageProcessor:
+    # The tokenizer is loaded on another thread meanwhile: transformers cannot be imported by two at once.
+    with USING_TRANSFORMERS:
+        return processor_of(directory, images)
 
 
 def make_place() -> Path:

@@ -314,8 +314,13 @@ export interface components {
         EpisodeMessage: {
             /** Role */
             role: string;
-            /** Content */
-            content: string;
+            /**
+             * Content
+             * @description Text; with images parts, `text` and `image_url` with a `data:` URI, as a chat is asked with them.
+             */
+            content: string | {
+                [key: string]: unknown;
+            }[];
         };
         /**
          * EpisodeTask

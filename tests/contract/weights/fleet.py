@@ -267,10 +267,7 @@ class Fleet:
         await self.publisher.settled()
 
     async def publish(self, version: int) -> None:
-        async def snapshot() -> Path:
-            return await asyncio.to_thread(self.images.snapshot)
-
-        await self.publisher.publish(version, version, snapshot)
+        await self.publisher.publish(version, version, asyncio.to_thread)
 
     async def keep_deadlines(self) -> None:
         while True:

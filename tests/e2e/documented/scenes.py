@@ -375,6 +375,11 @@ ELSEWHERE: Final = {
     ("docs/page.md", "flotilla up"): "tests/e2e/test_page.py",
     ("docs/ranks.md", "flotilla run examples/arithmetic/experiment.yaml"): "tests/e2e/test_parallel_fleets.py",
     ("docs/sandbox.md", "flotilla doctor"): "as on docs/install.md",
+    (
+        "docs/sandbox.md",
+        "FLOTILLA_SANDBOX_PROVIDER=docker FLOTILLA_SANDBOX_IMAGE=python:3.12-slim FLOTILLA_SANDBOX_IMAGES='swebench/*' "
+        "flotilla up",
+    ): "needs a Docker engine; tests/contract/sandbox/test_providers.py does it with one of its own",
     ("docs/survival.md", "python -m tests.survival"): "tests/faults/test_survival.py; the report takes an hour",
     ("docs/soak.md", "python -m tests.soak"): "tests/faults/test_soak.py; the report takes half an hour",
     ("docs/performance.md", "python -m benchmarks.trainer"): "tests/integration/benchmarks/test_smoke.py, in small",

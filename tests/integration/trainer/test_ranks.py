@@ -224,7 +224,7 @@ def _trained(
         figures.append(
             dict(result.metrics)
             | {"norm": result.updates[-1].grad_norm}
-            | {"traced": float(torch.tensor(result.traced._log_probs).nansum())}
+            | {"traced": float(torch.tensor(result.traced.log_probs).nansum())}
         )
     return learner, figures
 

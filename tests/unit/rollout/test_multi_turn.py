@@ -18,6 +18,7 @@ from flotilla.services.rollout.engines.base import (
 )
 from flotilla.services.rollout.engines.scripted import ScriptedEngine, rolling_token
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
+from flotilla.services.rollout.episodes import single_turn
 from flotilla.services.rollout.episodes.conversation import Conversation
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
 from flotilla.services.rollout.episodes.rendering import ANY_MESSAGE
@@ -133,7 +134,8 @@ class OffTheLoop(Characters):
         return super().text(token_ids)
 
 
-async def test_texts_are_tokenised_and_decoded_beside_the_loop() -> None:
+async def test_texts_are_tokenised_and_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single_turn, "FEW_TOKENS", 0)  # short ones are made at once
     engine, task, turns = ScriptedEngine(eos_token_id=END), a_task(0, group_size=2), Turns(SAMPLING, SAMPLING)
     await engine.start()
 

@@ -131,7 +131,8 @@ class SlowCallbacks:
 
 
 def _is_in(frame: FrameType | None, name: str) -> bool:
-    while frame is not None:
+    # Another thread goes on meanwhile: what stands behind a frame may be one no longer.
+    while isinstance(frame, FrameType):
         if frame.f_code.co_name == name:
             return True
         frame = frame.f_back

@@ -64,7 +64,7 @@ class World:
         await self.plane.admission.issue_many(tasks, limit=1000)
 
     async def until(self, condition: Callable[[Ledger], bool]) -> Ledger:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(15):
             while True:
                 ledger = await self.plane.ledger()
                 assert ledger.balanced

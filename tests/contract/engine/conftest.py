@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,18 @@ async def until_running(engine: Engine, *, running: int, new_tokens: int = 0) ->
     await _until(engine, lambda load: load.running == running and load.generated_tokens - before >= new_tokens)
 
 
-async def begin_running(engine: Engine, request: GenerationRequest, *, running: int) -> asyncio.Task[Any]:
+async def begin_running(
+    engine: Engine, request: GenerationRequest, *, running: int, new_tokens: int = 0
+) -> asyncio.Task[Any]:
     """Begin a request whose samples run; one that was over before the engine said that they do is begun again."""
+
+    def runs(load: EngineLoad, task: asyncio.Task[Any], before: int) -> bool:
+        return task.done() or (load.running == running and load.generated_tokens - before >= new_tokens)
+
     for _ in range(20):
+        before = (await engine.load()).generated_tokens
         task = asyncio.create_task(engine.generate(request))
-        await _until(engine, lambda load, task=task: load.running == running or task.done())
+        await _until(engine, partial(runs, task=task, before=before))
         if not task.done():
             return task
         await task

@@ -121,8 +121,7 @@ async def test_an_id_in_flight_is_refused(engine: Engine) -> None:
 
 async def test_an_abort_returns_what_there_is(engine: Engine) -> None:
     request = a_request(seeds=(1, 2), request_id="long", max_new_tokens=LONG)
-    running = asyncio.create_task(engine.generate(request))
-    await until_running(engine, running=2, new_tokens=10)
+    running = await begin_running(engine, request, running=2, new_tokens=10)
 
     await engine.abort("unknown")
     await engine.abort("long")
@@ -145,8 +144,7 @@ async def test_cancelling_generate_ends_the_request(engine: Engine) -> None:
 
 @pytest.mark.parametrize("mode", [OnWeightUpdate.INTERRUPT, OnWeightUpdate.CONTINUE])
 async def test_samples_in_flight_bear_both_versions(engine: Engine, image: Path, mode: OnWeightUpdate) -> None:
-    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
-    await until_running(engine, running=2, new_tokens=20)
+    running = await begin_running(engine, a_request(seeds=(1, 2), max_new_tokens=LONG), running=2, new_tokens=20)
 
     await engine.load_weights(image, 4, mode)
 
@@ -159,8 +157,7 @@ async def test_samples_in_flight_bear_both_versions(engine: Engine, image: Path,
 
 
 async def test_drain_finishes_what_runs_and_holds_back_what_waits(engine: Engine, image: Path) -> None:
-    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
-    await until_running(engine, running=2)
+    running = await begin_running(engine, a_request(seeds=(1, 2), max_new_tokens=LONG), running=2)
     update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
     await asyncio.sleep(0.01)
     later = asyncio.create_task(engine.generate(a_request(max_new_tokens=3)))
@@ -201,8 +198,7 @@ async def test_an_image_that_is_none_leaves_the_old_version(engine: Engine, tmp_
 
 
 async def test_an_update_that_nobody_waits_for_is_dropped(engine: Engine, image: Path) -> None:
-    running = asyncio.create_task(engine.generate(a_request(request_id="long", max_new_tokens=LONG)))
-    await until_running(engine, running=1)
+    running = await begin_running(engine, a_request(request_id="long", max_new_tokens=LONG), running=1)
     update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
     await asyncio.sleep(0)
 
@@ -219,8 +215,7 @@ async def test_an_update_that_nobody_waits_for_is_dropped(engine: Engine, image:
 async def test_closing_aborts_what_is_in_flight(make_engine: Callable[[], Engine]) -> None:
     engine = make_engine()
     await engine.start()
-    running = asyncio.create_task(engine.generate(a_request(max_new_tokens=LONG)))
-    await until_running(engine, running=1)
+    running = await begin_running(engine, a_request(max_new_tokens=LONG), running=1)
 
     await engine.close()
     await engine.close()
@@ -282,8 +277,7 @@ async def test_tokens_that_may_not_stay_are_sampled_afresh(engine: Engine, image
 
 async def test_resumed_tokens_are_not_mixed_by_an_update_that_comes_first(engine: Engine, image: Path) -> None:
     [older] = await engine.generate(a_request(seeds=(4,), max_new_tokens=9))
-    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
-    await until_running(engine, running=2)
+    running = await begin_running(engine, a_request(seeds=(1, 2), max_new_tokens=LONG), running=2)
     update = asyncio.create_task(engine.load_weights(image, 4, OnWeightUpdate.DRAIN))
     await asyncio.sleep(0.01)
 
@@ -329,8 +323,7 @@ async def test_a_prefix_that_is_none_is_refused(engine: Engine, prefix: Prefix) 
 
 async def test_an_engine_that_sleeps_ends_what_runs_and_refuses_what_comes(engine: Engine) -> None:
     needs(engine, EngineCapability.SLEEP)
-    running = asyncio.create_task(engine.generate(a_request(seeds=(1, 2), max_new_tokens=LONG)))
-    await until_running(engine, running=2, new_tokens=10)
+    running = await begin_running(engine, a_request(seeds=(1, 2), max_new_tokens=LONG), running=2, new_tokens=10)
 
     await engine.sleep()
     await engine.sleep()

@@ -107,7 +107,7 @@ class Asked:
         self._number += 1
         words = (Message("user", "which " + "<image> " * len(images) + "colour ?"),)
         task = Task(self._number, self._number, words, len(seeds), 1, images=images)
-        ids, placed = self._renderer.illustrated(words, images)
+        ids, placed = self._renderer.illustrated(task.shown_messages)
         greedy = fields.pop("greedy", False)
         sampling = SamplingParameters(new_tokens, greedy=greedy, ignore_eos=True)
         name = f"request-{self._number}"

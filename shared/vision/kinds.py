@@ -20,6 +20,16 @@ def kind_of(directory: Path) -> tuple[str | None, int | None]:
         return None, None
 
 
+def marks_of(directory: Path) -> frozenset[int]:
+    """Read the ids of the other tokens by which a model finds images and videos in a sequence: before one, for one."""
+    try:
+        described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        found = (described.get(f"{name}_token_id") for name in ("vision_start", "video"))
+        return frozenset(each for each in found if isinstance(each, int))
+    except (OSError, ValueError, AttributeError):
+        return frozenset()
+
+
 def takes_images(directory: Path) -> bool:
     """Whether a model directory has a vision-language model."""
     return kind_of(directory)[0] in GRID_MODELS

@@ -19,7 +19,7 @@ from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError, ModelError
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.vision.files import digest_of, pixels_of
-from flotilla.shared.vision.kinds import GRID_MODELS, kind_of
+from flotilla.shared.vision.kinds import GRID_MODELS, kind_of, marks_of
 from flotilla.shared.vision.spans import ImageSpan, find_spans
 
 MOST_KEPT_BYTES = 256 * 1024 * 1024
@@ -52,10 +52,14 @@ class ImageProcessor:
         token: the special token that stands for a part of an image.
         token_id: its id.
         merge: patches of each side that make one token.
+        marks: other tokens by which the model finds images and videos, see ``marks_of``.
     """
 
-    def __init__(self, processor: Any, token: str, token_id: int, merge: int) -> None:
+    def __init__(
+        self, processor: Any, token: str, token_id: int, merge: int, marks: frozenset[int] = frozenset()
+    ) -> None:
         self._processor = processor
+        self.marks = marks
         self.token, self.token_id = token, token_id
         self._merge = merge
         # Members of a group, and passes over a batch, ask for the same few images one after the other. All is kept by
@@ -104,7 +108,7 @@ class ImageProcessor:
                 f"data.images: min_pixels {processor.size.shortest_edge} is above max_pixels "
                 f"{processor.size.longest_edge}, of the model's own processor where data.images has none"
             )
-        return cls(processor, str(token), token_id, int(processor.merge_size))
+        return cls(processor, str(token), token_id, int(processor.merge_size), marks_of(directory))
 
     def check_alike(self, other: "ImageProcessor", field: str) -> None:
         """Check that another model's processor gives every image the same tokens, in the same places.

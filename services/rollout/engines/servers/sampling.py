@@ -137,7 +137,7 @@ class Sampler:
         """Whether what was kept can be sent behind images: a server may take a sampled token of theirs for one more."""
         if self._dialect.places_images or not request.images or model.processor is None:
             return True
-        return model.processor.token_id not in prefix.token_ids
+        return not {model.processor.token_id, *model.processor.marks} & set(prefix.token_ids)
 
     async def _may_ask(self, active: Active, connection: Connection) -> bool:
         """Wait while adapters change: what is sent then would have those before, under the label of the next."""

@@ -73,13 +73,15 @@ def with_pictures(body: Mapping[str, Any], shown: ShownImages) -> dict[str, Any]
     """Add the images to a request, and leave one token of each.
 
     Raises:
-        InvalidRequest: one more token of the prompt, or of what was kept, is that of an image.
+        InvalidRequest: the prompt, or what was kept, has one more token by which the server finds images.
     """
     token_ids = condensed(body["input_ids"], shown.images)
-    if token_ids.count(shown.processor.token_id) != len(shown.images):
+    processor, num_images = shown.processor, len(shown.images)
+    num_marks = sum(map(token_ids.count, processor.marks))  # a template has one before each image
+    if token_ids.count(processor.token_id) != num_images or num_marks > num_images:
         raise InvalidRequest(
-            f"the policy sampled token {shown.processor.token_id}, which stands for an image: an SGLang server would "
-            "take it for one, so that this sequence cannot go on there"
+            f"the policy sampled one of the tokens {sorted({processor.token_id, *processor.marks})}, by which an "
+            "SGLang server finds images and videos: it would look for one more, so this sequence cannot go on there"
         )
     encoded = [base64.b64encode(plain_of(image.data)).decode("ascii") for image in shown.images]
     return {

@@ -100,9 +100,12 @@ def test_a_reply_that_contradicts_itself_is_not_used(reply: dict[str, Any]) -> N
         completion_of(sampled_of, reply, a_request(), 0, None, int, vocab_size=96)
 
 
+START, VIDEO = IMAGE_TOKEN + 50, IMAGE_TOKEN + 51
+
+
 def shown(*images: bytes) -> ShownImages:
     placed = [PromptImage(4 * number + 1, 3, image) for number, image in enumerate(images)]
-    return ShownImages(placed, SimpleNamespace(token_id=IMAGE_TOKEN), 3)  # type: ignore[arg-type]
+    return ShownImages(placed, SimpleNamespace(token_id=IMAGE_TOKEN, marks=frozenset({VIDEO, START})), 3)  # type: ignore[arg-type]
 
 
 def test_images_are_sent_as_they_are_seen_with_one_token_for_each() -> None:
@@ -117,11 +120,14 @@ def test_images_are_sent_as_they_are_seen_with_one_token_for_each() -> None:
     assert sent == [first, plain_of(other)]
 
 
-def test_a_sampled_token_of_an_image_is_refused_behind_images() -> None:
-    body = {"input_ids": [7, *[IMAGE_TOKEN] * 3, 8, IMAGE_TOKEN]}
+@pytest.mark.parametrize("sampled", [IMAGE_TOKEN, START, VIDEO])
+def test_a_sampled_token_by_which_the_server_finds_images_is_refused_behind_images(sampled: int) -> None:
+    ids = [START, *[IMAGE_TOKEN] * 3, 8]
+    images = shown(a_picture())
 
-    with pytest.raises(InvalidRequest, match=f"sampled token {IMAGE_TOKEN}"):
-        with_pictures(body, shown(a_picture()))
+    assert with_pictures({"input_ids": ids}, images)["input_ids"] == [START, IMAGE_TOKEN, 8]
+    with pytest.raises(InvalidRequest, match="sampled one of the tokens"):
+        with_pictures({"input_ids": [*ids, sampled]}, images)
 
 
 def test_bounds_of_the_spec_are_the_servers() -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import psutil
@@ -107,9 +107,12 @@ def given_to(labels: Sequence[str]) -> dict[str, str]:
 
 
 def torch_uses_cuda() -> bool:
-    """Whether the torch that is installed was built for CUDA; it is not imported."""
+    """Whether the torch that is installed was built for CUDA; it is not imported.
+
+    It is looked for in ``sys.path``: services that keep torch out of their own process have it all the same.
+    """
     try:
-        spec = find_spec("torch")
+        spec = PathFinder.find_spec("torch")
         if spec is None or spec.origin is None:
             return False
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
-"""Which GPUs a process declares: from what nvidia-smi lists and two variables. None of this was run on a GPU."""
+"""Which GPUs a process declares: from what nvidia-smi lists and two variables."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,19 @@ def test_a_service_computes_on_its_devices_where_its_torch_can(
 )
 def test_a_build_of_torch_says_without_being_imported_whether_it_uses_cuda(written: str, expected: bool) -> None:
     assert bool(devices.CUDA_BUILD.search(f"__version__ = '2'\ndebug = False\n{written}hip = None\n")) is expected
+
+
+def test_a_service_that_keeps_torch_out_of_its_process_knows_what_torch_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it is not to be imported')\n", encoding="utf-8")
+    (package / "version.py").write_text("cuda: str | None = '13.0'\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    assert devices.torch_uses_cuda()
 
 
 def test_devices_fit_into_a_cell() -> None:

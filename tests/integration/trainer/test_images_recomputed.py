@@ -5,17 +5,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from flotilla.services.rollout.engines.base import GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.decoders.illustrated import RecomputingVisionDecoder
+from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.trainer.data.batch import make_batch
 from flotilla.services.trainer.data.micro_batch import RowRules, make_micro_batches
 from flotilla.services.trainer.learning.learner import Learner
+from flotilla.shared.schemas.task import Message
 from flotilla.shared.schemas.trajectory import Group
 from tests.integration.trainer.test_images_agree import (
     CPU,
+    NEW_TOKENS,
+    PROMPTS,
     a_learner,
+    a_spec,
     an_engine,
     answered,
     folder_kind,
+    sampled,
     test_sampled_tokens_have_the_log_probs_of_transformers_own_forward,  # noqa: F401  of this folder, too
     test_the_tower_trains_where_the_spec_says_so,  # noqa: F401
 )
@@ -43,6 +50,21 @@ def test_the_engine_keeps_no_keys(folder: Path) -> None:
 
 def test_rows_are_padded(folder: Path) -> None:
     assert not a_learner(folder).policy.can_pack
+
+
+def test_a_sample_that_ends_before_others_leaves_them_as_they_are(folder: Path) -> None:
+    renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
+    ids, placed = renderer.illustrated([Message("user", "which <image> colour ?", PROMPTS[1][:1])])
+    long, short = (SamplingParameters(num, ignore_eos=True) for num in (NEW_TOKENS, 2))
+    requests = [
+        GenerationRequest("short", ids, (1,), short, images=placed),
+        GenerationRequest("long", ids, tuple(range(2, 9)), long, images=placed),
+    ]
+
+    _, together = sampled(an_engine(folder), requests)
+
+    (alone,) = sampled(an_engine(folder), requests[1:])
+    assert [each.token_ids.tolist() for each in together] == [each.token_ids.tolist() for each in alone]
 
 
 def test_the_trainer_gives_sampled_tokens_the_engines_log_probs(folder: Path) -> None:

@@ -212,6 +212,13 @@ class RecomputingVisionDecoder(RecomputingDecoder):
                 self._rows[row], self._images[row] = sequence.tolist(), tuple(had)
         return self._compute_rows([targets[0] for targets in rows])
 
+    def decode(self, token_ids: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        """Append one token to each of the first B rows; see ``Decoder.decode``."""
+        for row, length in enumerate(lengths.tolist()):
+            if not length:  # Its sample has ended: what is computed for it is not read.
+                self._images[row] = ()
+        return super().decode(token_ids, lengths, longest)
+
     def move_rows(self, sources: Sequence[int], targets: Sequence[int], longest: int) -> None:
         """Copy rows to other rows."""
         super().move_rows(sources, targets, longest)

@@ -12,8 +12,9 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 import psutil
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -63,8 +64,8 @@ def _run(node: Node, rendezvous: Rendezvous, say: Callable[[Line], None]) -> int
             max_restarts=0,
             monitor_interval=0.1,
             signals_to_handle="SIGTERM",
-            shutdown_timeout=END_SECONDS,
             logs_specs=DefaultLogsSpecs(log_dir=directory),
+            **time_to_end(),
         )
         try:
             elastic_launch(config, sys.executable)(*python_module(MODULE)[1:])
@@ -87,6 +88,13 @@ def _run(node: Node, rendezvous: Rendezvous, say: Callable[[Line], None]) -> int
                 rendezvous.tell(" and ".join(f"rank {rank} of {node.job_size}" for rank in sorted(codes)) + " failed")
             return 1
     return 0
+
+
+def time_to_end() -> dict[str, Any]:
+    """How long a rank that was told to end has; torch up to 2.11 cannot be told, and gives it 30 s."""
+    return (
+        {"shutdown_timeout": END_SECONDS} if "shutdown_timeout" in {each.name for each in fields(LaunchConfig)} else {}
+    )
 
 
 def cause_of(codes: Mapping[int, int], num_ranks: int) -> str | None:

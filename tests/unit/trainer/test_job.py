@@ -1,10 +1,12 @@
 """What is said of a job of several ranks that ended."""
 
 import signal
+from dataclasses import make_dataclass
 
 import pytest
 
-from flotilla.services.trainer.job.launcher import cause_of
+from flotilla.services.trainer.job import launcher
+from flotilla.services.trainer.job.launcher import END_SECONDS, cause_of, time_to_end
 from flotilla.services.trainer.parallel.job import Place, is_lost_peer
 from flotilla.shared.errors import ModelError
 
@@ -34,3 +36,11 @@ def test_a_process_outside_a_job_has_no_place() -> None:
     assert Place.of({"PATH": "/bin"}) is None
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
     assert Place.of(told) == Place(rank=1, size=2, local_rank=1, host="127.0.0.1", port=4711)
+
+
+def test_ranks_have_some_seconds_to_end_where_torch_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert time_to_end() == {"shutdown_timeout": END_SECONDS}
+
+    monkeypatch.setattr(launcher, "LaunchConfig", make_dataclass("Earlier", [("max_restarts", int)]))
+
+    assert time_to_end() == {}

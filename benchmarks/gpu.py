@@ -14,8 +14,11 @@ stale answers. ``training``: steps in bfloat16 with one rank, whole, in FSDP2, a
 same steps in float32 on the CPU. ``resume``: an optimiser and a whole run that go on from what was saved. ``sharing``:
 a fleet in turns, with the memory of both. ``update``: how long sampling pauses while new weights are served, from
 shared memory and from the disk, with a spare copy and without. ``lora``: adapters in a fleet. ``options``: memory kept
-on the host, checkpointed activations, stale answers. ``example``: the README's main example. ``servers``: SGLang and
-vLLM as engines, where their interpreters are named.
+on the host, checkpointed activations, stale answers. ``example``: the README's main example. ``pairs``: two
+ranks of a trainer over NCCL, and weights over a group of NCCL, on one GPU. ``jobs``: other jobs and options: KTO,
+teachers, a critic, publications of 8 bits, 4-bit bases, kernels of Liger, profiles, devices left to ``auto``.
+``servers``:
+SGLang and vLLM as engines, where their interpreters are named.
 
 ``python -m benchmarks.gpu [--part NAME] [--seconds 560] [--cpu-rehearsal] [--json FILE]``; the rehearsal runs every
 part in small on the CPU, so that the script itself is tried without one. Each part is a process of its own: one
@@ -58,6 +61,8 @@ MODULES = {
     "lora": "gpu_fleets",
     "options": "gpu_fleets",
     "example": "gpu_fleets",
+    "pairs": "gpu_pairs",
+    "jobs": "gpu_jobs",
     "servers": "gpu_fleets",
 }
 ROOT = Path(__file__).resolve().parents[1]

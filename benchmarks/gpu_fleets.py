@@ -155,6 +155,7 @@ def run_fleet(
         "losses": losses_of(run),
         "last_step": last_step_of(run),
         "ledger": ledger,
+        "predicted_gigabytes": predicted_of(run),
         "engine": [line for path in (run / "fleet" / "logs").glob("rollout*.log") for line in said(path, LOADED)],
     }
     if place.is_gpu:
@@ -212,6 +213,13 @@ def last_step_of(run_directory: Path) -> dict[str, float]:
     with closing(sqlite3.connect(path)) as database:
         rows = database.execute(f"SELECT name, value FROM metrics WHERE step = ({last}) ORDER BY sequence")
         return dict(rows.fetchall())
+
+
+def predicted_of(run_directory: Path) -> dict[str, float]:
+    """Read what memory was predicted for each process before it loaded its model."""
+    logs = (run_directory / "fleet" / "logs").glob("*.log")
+    told = [json.loads(line) for path in logs for line in said(path, "memory predicted")]
+    return {line["what"]: line["bytes"] / 1e9 for line in told}
 
 
 def tail_of(path: Path) -> str:

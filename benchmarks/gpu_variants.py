@@ -26,8 +26,8 @@ ASYNCHRONOUS_STEPS = 12
 
 
 def part_images(place: Place) -> Found:
-    """Run fleets of both kinds of models that see, and compare what engine and trainer make of a picture."""
-    for kind in KINDS:
+    """Run fleets of models that see, and compare what engine and trainer make of a picture."""
+    for kind in (*KINDS, "qwen3_5"):
         with tempfile.TemporaryDirectory() as folder:
             spec = write_pictures(place, Path(folder), kind)
             found = attempted(partial(run_fleet, place, Path(folder), spec, f"images-{kind.replace('_', '-')}"))

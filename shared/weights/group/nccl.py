@@ -1,7 +1,7 @@
 """Slices of weight images over NCCL: through a buffer on the GPU at either end, in the member's own process.
 
-Nothing here has run on a GPU in this project: it is written against the documented interface of ``torch.distributed``
-and kept thin, and a recorded group checks the calls it makes. Two differences from gloo are NCCL's own: a finished
+It is written against the documented interface of ``torch.distributed`` and kept thin; a recorded group checks the calls
+it makes, and three members on one GPU ran it (docs/gpu-status.md). Two differences from gloo are NCCL's own: a finished
 ``wait`` only orders streams, so completion is polled; and members must be on different GPUs.
 """
 

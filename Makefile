@@ -66,7 +66,7 @@ page: install ## build the gateway's page from page/src into the package; needs 
 # Five workers on two cores: two of them run fleets, which wait for leases and deadlines a third of the time, and so do services.
 PYTEST := $(BIN)/python -m pytest -q -n 5 --dist loadfile --retry-failed-alone --durations=15
 
-# LONG_SLOT=commit adds one of four slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
+# LONG_SLOT=commit adds one of five slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
 test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a quarter of the rotating long tests
 	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm and not slurm and not netns and not tinker" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm and not slurm and not netns and not tinker")
 

@@ -49,9 +49,11 @@ SECONDS: Mapping[str, int] = {
     "tests/e2e/test_examples.py": 235,
     "tests/faults/test_loss_curve.py": 175,
     "tests/faults/test_diagnosis.py": 160,
+    "tests/faults/test_injected.py": 92,
+    "tests/pairs/test_training.py": 179,
 }
 """Seconds of the long tests of each file in the rotation: kills of ranks and hosts, agents, whole fleets."""
-NUM_SLOTS = 4
+NUM_SLOTS = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState
 from flotilla.services.reward.grading import grading_samples
 from flotilla.services.reward.verifiers.given import AgentVerifier
+from flotilla.services.rollout.agents.environment import Door, EnvironmentAgent
 from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.routes import episodes_router
 from flotilla.services.rollout.agents.template import ChatTemplate
@@ -25,6 +26,7 @@ from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.clock import SystemClock
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.settings import LOOPBACK
 from flotilla.shared.net.authorisation.tokens import bearer_of
 from flotilla.shared.net.server.serving import add_problem_handlers, address_of, bind
 from flotilla.shared.schemas.experiment import ExperimentState
@@ -216,30 +218,68 @@ async def begin(fleet: AgentFleet, client: httpx.AsyncClient, wait_seconds: floa
 
 async def play_rows(fleet: AgentFleet, play: Play, rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
     """Play an episode for each member of each row's group; return the rewards as the reward service grades them."""
-    size = fleet.spec.rollout.group_size
+    await issue_rows(fleet, rows)
+    playing = asyncio.create_task(play_all(fleet.url, EXPERIMENT, TOKEN, play, parallel=4))
+    try:
+        await _while_it_runs(playing, fleet.until(lambda ledger: ledger.waiting.generated == len(rows), 120.0))
+        await fleet.gateway.commands.fail(fleet.gateway.repository.get(EXPERIMENT), "test", "it is over")
+        assert await playing >= len(rows)
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+    return await rewards_of(fleet)
+
+
+async def play_named(fleet: AgentFleet, rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Do the same with the agent that the spec's environment names, as a rollout starts and ends it."""
+    agents = fleet.spec.rollout.agents
+    assert agents is not None and agents.environment is not None
+    door = Door(fleet.url, EXPERIMENT, fleet.gateway.tokens.agent_of(EXPERIMENT), LOOPBACK)
+    agent = EnvironmentAgent(agents.environment, door, lambda: fleet.counts()["episodes_completed"])
+    said = list[str | None]()
+    agent.notify = lambda: said.append(None if agent.failure is None else agent.failure.cause)
+    await issue_rows(fleet, rows)
+    running = asyncio.create_task(agent.run())
+    try:
+        await _while_it_runs(running, fleet.until(lambda ledger: ledger.waiting.generated == len(rows), 120.0))
+    except TimeoutError:
+        raise AssertionError(said) from None
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not said, said
+    return await rewards_of(fleet)
+
+
+async def _while_it_runs(task: asyncio.Task[Any], what: Coroutine[Any, Any, Any]) -> None:
+    """Wait for something, and no longer than a task runs that must not end before."""
+    waiting = asyncio.create_task(what)
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            await task
+        await waiting
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def issue_rows(fleet: AgentFleet, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Issue a task for each row."""
     tasks = [
         a_task(
             number,
-            group_size=size,
+            group_size=fleet.spec.rollout.group_size,
             messages=tuple(Message(**each) for each in row["prompt"]),
             metadata={name: value for name, value in row.items() if name != "prompt"},
         )
         for number, row in enumerate(rows)
     ]
     await fleet.plane.admission.issue_many(tasks, limit=1000)
-    playing = asyncio.create_task(play_all(fleet.url, EXPERIMENT, TOKEN, play, parallel=4))
-    waiting = asyncio.create_task(fleet.until(lambda ledger: ledger.waiting.generated == len(rows), 120.0))
-    try:
-        await asyncio.wait([playing, waiting], return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            await playing
-        await waiting
-        await fleet.gateway.commands.fail(fleet.gateway.repository.get(EXPERIMENT), "test", "it is over")
-        assert await playing >= len(rows)
-    finally:
-        for task in (playing, waiting):
-            task.cancel()
-        await asyncio.gather(playing, waiting, return_exceptions=True)
+
+
+async def rewards_of(fleet: AgentFleet) -> list[list[float | None]]:
+    """Grade what was generated as the reward service does."""
     groups = sorted(await fleet.groups(), key=lambda group: group.task.group_id)
     verifier = AgentVerifier(fleet.plane.mailbox)
     return [[grade.reward for grade in await verifier.score(grading_samples(group))] for group in groups]

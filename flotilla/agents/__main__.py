@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -21,7 +22,8 @@ from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.rows import write_rows
 from flotilla.agents.tasksets import has_tasksets, load_taskset, rows_of_taskset, serving
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, new_client, rows_of
-from flotilla.shared.errors import FlotillaError, InvalidSpec
+from flotilla.shared.environment.settings import IPNetwork, networks_from
+from flotilla.shared.errors import FlotillaError, InvalidRequest, InvalidSpec
 from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.task import Lane
 
@@ -63,6 +65,8 @@ def _add_options(kind: str, playing: argparse.ArgumentParser, *rows: argparse.Ar
         rows[0].add_argument("--limit", type=int, help="how many (tasksets)")
     elif kind == "nemo-gym":
         playing.add_argument("--max-steps", type=int, help="answers of one episode at most")
+        what = "those that are not public and that the server may be in, as 10.3.0.0/16,..., or none (default: any)"
+        playing.add_argument("--networks", type=_networks, help=what)
     elif kind == "harbor":
         for each in (playing, *rows):
             each.add_argument("--skip-run", action="store_true", help="this machine has what RUN lines install")
@@ -75,7 +79,18 @@ def _add_options(kind: str, playing: argparse.ArgumentParser, *rows: argparse.Ar
         playing.add_argument("--keep", type=Path, help="folder in which each episode's box is left")
 
 
+def _networks(text: str) -> tuple[IPNetwork, ...]:
+    try:
+        return networks_from({"--networks": text}, "--networks", ())
+    except InvalidRequest as error:
+        raise argparse.ArgumentTypeError(error.detail) from error
+
+
 async def _run(arguments: argparse.Namespace, token: str) -> int:
+    # Whoever ends it lets it tidy up, as Ctrl-C does.
+    playing = asyncio.current_task()
+    assert playing is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
     async with AsyncExitStack() as stack:
         play = await _play_of(arguments, stack)
         return await play_all(arguments.gateway, arguments.experiment, token, play, parallel=arguments.parallel)
@@ -94,7 +109,7 @@ async def _play_of(arguments: argparse.Namespace, stack: AsyncExitStack) -> Play
             client = await stack.enter_async_context(httpx.AsyncClient(limits=limits, verify=tls_context()))
             return OpenRlhfAgent(load_agent(Path(source)), client)
         case "nemo-gym":
-            connections = await stack.enter_async_context(gym_client(arguments.parallel))
+            connections = await stack.enter_async_context(gym_client(arguments.parallel, source, arguments.networks))
             return NemoGymAgent(source, connections, arguments.max_steps)
         case "harbor":
             if (reason := box.why_not()) is not None:
@@ -135,11 +150,14 @@ def main() -> int:
         if "output" in arguments:
             print(_write(arguments), "rows")
             return 0
-        token = os.environ.get("FLOTILLA_TOKEN")
+        # What plays, and what that starts, has the keys of episodes.
+        token = os.environ.pop("FLOTILLA_TOKEN", None)
         if not token:
             print("FLOTILLA_TOKEN is not set: the fleet's, or a token of the scope agent", file=sys.stderr)
             return 2
         print(asyncio.run(_run(arguments, token)), "episodes")
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     except FlotillaError as error:
         print(error.detail, file=sys.stderr)
         return 2

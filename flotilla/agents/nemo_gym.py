@@ -9,7 +9,7 @@ Source: NeMo Gym 0.4, ``responses_api_agents/simple_agent/app.py`` and ``nemo_gy
 import http.cookiejar
 import json
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,16 @@ from pydantic import Field, ValidationError
 
 from flotilla.agents.episodes import REQUEST_SECONDS, Episode, EpisodeLost, Verdict
 from flotilla.agents.policy import ask_policy
+from flotilla.shared.environment.settings import IPNetwork
 from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.net.client.bearer_client import tls_context
+from flotilla.shared.net.client.checked_transport import CheckedAddresses, checked_address
 from flotilla.shared.schemas.wire import TolerantWire
 
 ROW = "nemo_gym"
 """Column of the rows that has the line of NeMo Gym's data, as JSON: a server reads any of its fields."""
+MOST_BYTES = 64 << 20
+"""Of an answer of a server that is looked for in networks: it repeats all that was said."""
 PARTS = ("input_text", "output_text", "text")
 
 
@@ -185,10 +189,12 @@ class _Session:
     async def _post(self, path: str, body: Any) -> httpx.Response:
         request = self._client.build_request("POST", f"{self._url}/{path}", json=body, timeout=REQUEST_SECONDS)
         self._cookies.set_cookie_header(request)
+        asked = request.url
         try:
             answer = await self._client.send(request)
         except httpx.HTTPError as error:
             raise EpisodeLost(f"{self._url}/{path}: {error!r}") from error
+        request.url = asked  # by which cookies are kept; what was connected to may be an address
         self._cookies.extract_cookies(answer)
         if answer.status_code >= 500:
             raise EpisodeLost(f"{self._url}/{path}: {answer.status_code}: {answer.text[:500]}")
@@ -196,9 +202,32 @@ class _Session:
 
 
 @asynccontextmanager
-async def gym_client(parallel: int) -> AsyncIterator[httpx.AsyncClient]:
-    """Open the client whose connections all episodes share, and which keeps no cookies."""
+async def gym_client(
+    parallel: int, url: str = "", networks: Sequence[IPNetwork] | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Open the client whose connections all episodes share, and which keeps no cookies.
+
+    Args:
+        parallel: episodes at a time.
+        url: of the server.
+        networks: that are not public, and that the server may be in; None: it may be anywhere.
+
+    Raises:
+        InvalidSpec: it is elsewhere.
+    """
     limits = httpx.Limits(max_connections=2 * parallel)
-    async with httpx.AsyncClient(limits=limits, verify=tls_context()) as client:
+    mounts: dict[str, httpx.AsyncBaseTransport] = {}
+    if networks is not None:
+        parts = httpx.URL(url)
+        try:
+            await checked_address(parts, networks)
+        except PermissionError as error:
+            raise InvalidSpec(f"{url} cannot be played with: {error}") from error
+        except OSError:
+            pass  # no name of any host now: each episode says so
+        mounts[f"{parts.scheme}://{parts.netloc.decode()}"] = CheckedAddresses(
+            networks, max_answer_bytes=MOST_BYTES, limits=limits
+        )
+    async with httpx.AsyncClient(limits=limits, verify=tls_context(), mounts=mounts) as client:
         client.cookies.jar.set_policy(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
         yield client

@@ -141,7 +141,7 @@ class Session(reconciling.Session, Protocol):
 
     @property
     def agents(self) -> AgentEpisodes | None:
-        """The episodes that agents from outside drive; None where the fleet itself does."""
+        """The episodes that agents drive; None where the fleet itself does."""
 
 
 OpenSession = Callable[[ExperimentSpec, Assignment, Callable[[], None], OnEngineDeath], Awaitable[Session]]
@@ -176,7 +176,7 @@ class RolloutService(SessionFollower[Session]):
             held_image=session.receiver.held_image if session else None,
             served=session.receiver.served if session else None,
             load=self._load | session.worker.busy.to_load() if session else self._load,
-            failure=self._failure or self._refused_weights(),
+            failure=self._failure or self._refused_weights() or self._lost_agent(),
             sampling=session.worker.tally.report() if session else None,
             device=self._device(),
         )
@@ -185,6 +185,11 @@ class RolloutService(SessionFollower[Session]):
         """Tell of a version that the engine cannot take, such as adapters of another base than its own files."""
         why = None if self._session is None else self._session.receiver.refusal
         return None if why is None else Failure(component="weights", cause=why, fatal=False)
+
+    def _lost_agent(self) -> Failure | None:
+        """Tell of an agent that dies; one that will not recover ends the experiment."""
+        agents = None if self._session is None else self._session.agents
+        return None if agents is None or agents.environment is None else agents.environment.failure
 
     def _device(self) -> DeviceReport | None:
         """Report what the engine has on devices that are shared in turns."""
@@ -326,7 +331,10 @@ class RolloutService(SessionFollower[Session]):
         return await self._open_session(spec, assignment, self.notify, self._on_engine_death)
 
     def _lanes(self, session: Session) -> Mapping[str, Coroutine[None, None, None]]:
-        return {"weight receiver": session.receiver.run(), "rollout worker": session.worker.run()}
+        lanes = {"weight receiver": session.receiver.run(), "rollout worker": session.worker.run()}
+        if session.agents is not None and session.agents.environment is not None:
+            lanes["agent"] = session.agents.environment.run()
+        return lanes
 
     def _on_failed_start(self, error: FlotillaError) -> None:
         if isinstance(error, (WorkerDied, WeightTransferFailed)):

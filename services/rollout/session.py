@@ -17,7 +17,7 @@ from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.sources import WeightSources
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.spec import ExperimentSpec
-from flotilla.shared.locations.allowed import Places, check_episodes
+from flotilla.shared.locations.allowed import Places, check_agents, check_episodes
 from flotilla.shared.samples.recorder import SampleRecorder
 from flotilla.shared.schemas.service import Assignment
 
@@ -69,6 +69,7 @@ class SessionOpener:
         sandboxes: how the sandboxes of an experiment are reached, by its id.
         pool: of machines, which this service is in; None: it names none.
         shared: makes an experiment's part of an engine that others use, too, where it may have one; None: none has.
+        gateway_url: where agents that are started here ask for episodes.
     """
 
     tasks: TaskSource
@@ -80,6 +81,7 @@ class SessionOpener:
     sandboxes: Callable[[str], Sandboxes] | None = None
     pool: str | None = None
     shared: Callable[[ExperimentSpec, str], Awaitable[Engine | None]] | None = None
+    gateway_url: str = ""
 
     async def __call__(
         self,
@@ -95,6 +97,7 @@ class SessionOpener:
             InvalidSpec: the engine is not one that this service can start, or code is where it runs none.
         """
         check_episodes(spec.rollout.episodes, self.places)
+        check_agents(spec.rollout.agents, self.places)
         shared = None if self.shared is None else await self.shared(spec, assignment.experiment_id)
         loaded = await load(spec, self.engine_pythons, self.places, self.host, shared)
         try:
@@ -118,13 +121,15 @@ class SessionOpener:
         answering = await open_answering(
             spec,
             loaded,
-            directory,
+            assignment,
             self.tasks.mailbox(experiment_id),
-            experiment_id,
             self.service_id,
             self.places.networks,
             None if self.sandboxes is None else self.sandboxes(experiment_id),
+            self.gateway_url,
         )
+        if answering.agents is not None and answering.agents.environment is not None:
+            answering.agents.environment.notify = notify
         recorder = None
         if spec.samples is not None:
             recorder = SampleRecorder(directory, spec.samples, writer="rollout").start()

@@ -81,6 +81,7 @@ async def open_state(
             pool=settings.pool,
             engine_pythons=settings.engine_pythons,
             places=read_places(os.environ, settings.data),
+            gateway_url=settings.gateway_url,
             sandboxes=lambda experiment_id: Sandboxes(
                 lambda: sandbox_address(client, experiment_id),
                 lambda: credentials.for_peer(ServiceKind.SANDBOX),

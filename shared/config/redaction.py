@@ -40,6 +40,8 @@ _KNOWN = (
     (re.compile(r"\b(?:sk|hf|ghp|AKIA)[-_]?[A-Za-z0-9_-]{16,}"), HIDDEN),
 )
 """What secrets look like, whatever their names."""
+_COMMANDS = frozenset({"harness"})
+"""Commands of a shell, in one text."""
 _VALUES = frozenset({"headers", "env"})
 """Mappings of which every value may be a secret."""
 
@@ -87,6 +89,8 @@ def redacted(document: Any) -> Any:
 def _of_field(name: str, value: Any) -> Any:
     if isinstance(value, str) and _KEY.fullmatch(name):
         return HIDDEN
+    if name in _COMMANDS and isinstance(value, str):
+        return redacted_line(value)
     if name in _VALUES and isinstance(value, Mapping):
         return dict.fromkeys(value, HIDDEN)
     return redacted(value)

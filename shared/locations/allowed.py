@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 import flotilla
+from flotilla.shared.config.sections.agents import (
+    AgentEnvironment,
+    AgentsConfig,
+    HarborConfig,
+    NemoGymConfig,
+    VerifiersConfig,
+)
 from flotilla.shared.config.sections.episodes import (
     EnvironmentEpisodesConfig,
     EpisodesConfig,
@@ -32,6 +41,8 @@ GRANTS: Final = "code-files"
 """File in the data directory of a local fleet: code that was named in a spec file which its user started."""
 CODE: Final = re.compile(r"[/~].*\.py:\w+", re.DOTALL)
 """``file.py:name``; what a spec names is absolute by the time that it is sent."""
+PROGRAM: Final = re.compile(r"[\w@%+=:,./\" $-]+", re.ASCII)
+"""A shell's command that starts one program with arguments, in which variables may stand, and does nothing else."""
 STEP: Final = re.compile(r"@\d+$")
 """Of a checkpoint that is named with its step."""
 LOCAL: Final = re.compile(r"(?:file:(?://)?|sqlite:///)?((?!databricks|uc)[^:]+)", re.DOTALL)
@@ -87,15 +98,36 @@ class Places:
         Raises:
             InvalidSpec: it may not; the detail says what to set.
         """
-        program = Path(command[0])
-        is_named = program.is_absolute() and program.resolve() in map(_resolved, self.code)
-        if not is_named and _line_of(command) not in self._granted_lines():
-            raise InvalidSpec(
-                f"{field}: the program {command[0]!r} is none that this fleet starts for a spec: name the file itself, "
-                f"by its absolute path, in {CODE_FOLDERS} of gateway and rollouts, or start the spec's file with "
-                "`flotilla run` or `flotilla start` on the fleet's own machine",
-                errors=[{"path": field, "value": command[0], "allowed": f"a program in {CODE_FOLDERS}"}],
-            )
+        if not self._names(command[0]) and _line_of(command) not in self._granted_lines():
+            raise _no_program(command[0], field)
+
+    def check_environment(self, environment: AgentEnvironment) -> None:
+        """Check that the agent of an environment may be started: as it was granted, or made of what the operator named.
+
+        Raises:
+            InvalidSpec: it may not; the detail says what to set.
+        """
+        if isinstance(environment, NemoGymConfig) or _line_of_environment(environment) in self._granted_lines():
+            return
+        if isinstance(environment, VerifiersConfig):
+            # As it is written: many environments' interpreters are links to one and the same file.
+            if Path(os.path.abspath(environment.python)) not in self.code:  # noqa: PTH100  links are kept
+                raise _no_program(environment.python, f"{AGENT}.python")
+            if environment.is_file:
+                self.check_code(f"{environment.taskset}:", f"{AGENT}.taskset")
+            return
+        program = environment.harness.split()[:1]
+        if not PROGRAM.fullmatch(environment.harness) or not program or not self._names(program[0]):
+            raise _no_program(environment.harness, f"{AGENT}.harness")
+        self.check_code(f"{environment.tasks}:", f"{AGENT}.tasks")
+        for number, path in enumerate(environment.readable):
+            if not any(Path(path).resolve().is_relative_to(each) for each in map(_resolved, self.code)):
+                raise _not_readable(path, f"{AGENT}.readable.{number}")
+        if environment.secrets:
+            raise _not_readable(f"the variable {environment.secrets[0]}", f"{AGENT}.secrets.0")
+
+    def _names(self, program: str) -> bool:
+        return Path(program).is_absolute() and Path(program).resolve() in map(_resolved, self.code)
 
     def check_file(self, path: str) -> None:
         """Check that a file or folder of rows may be read, wherever links lead.
@@ -231,6 +263,36 @@ def checkpoint_urls_of(document: Any) -> dict[str, str]:
     return found
 
 
+def environments_of(document: Any) -> list[AgentEnvironment]:
+    """List the environment of agents that a spec names; none where it names only a part of one, or a wrong one."""
+    given = document
+    for name in AGENT.split("."):
+        given = given.get(name) if isinstance(given, Mapping) else None
+    try:
+        environment = AgentsConfig.model_validate({"environment": given}).environment
+    except ValidationError:
+        return []
+    return [] if environment is None else [environment]
+
+
+def _no_program(program: str, field: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"{field}: the program {program!r} is none that this fleet starts for a spec: name the file itself, "
+        f"by its absolute path, in {CODE_FOLDERS} of gateway and rollouts, or start the spec's file with "
+        "`flotilla run` or `flotilla start` on the fleet's own machine",
+        errors=[{"path": field, "value": program, "allowed": f"a program in {CODE_FOLDERS}"}],
+    )
+
+
+def _not_readable(what: str, field: str) -> InvalidSpec:
+    return InvalidSpec(
+        f"{field}: {what} is nothing that programs of a spec may read: leave it out, let it be below a path in "
+        f"{CODE_FOLDERS} of gateway and rollouts, or start the spec's file with `flotilla run` or `flotilla start` on "
+        "the fleet's own machine",
+        errors=[{"path": field, "value": what, "allowed": f"a path in {CODE_FOLDERS}"}],
+    )
+
+
 def _is_below(url: str, allowed: str) -> bool:
     """Return whether a URL is another one or below it, without any way out; files count by where links lead."""
     scheme, _, rest = url.partition("://")
@@ -245,6 +307,11 @@ def _is_below(url: str, allowed: str) -> bool:
 def _line_of(command: Sequence[str]) -> str:
     """Write a command as a line of the grants, which no absolute path is equal to."""
     return json.dumps(list(command))
+
+
+def _line_of_environment(environment: AgentEnvironment) -> str:
+    # Without defaults: it stays the same in a release that has more of them.
+    return _line_of(("environment", environment.model_dump_json(exclude_defaults=True)))
 
 
 def read_places(values: Mapping[str, str], data: Path) -> Places:
@@ -275,6 +342,7 @@ def grant_code(data: Path, document: Any) -> None:
     references = code_of(document).values()
     wanted = [str(Path(each.rpartition(":")[0]).expanduser().resolve()) for each in references]
     wanted += map(_line_of, commands_of(document))
+    wanted += map(_line_of_environment, environments_of(document))
     wanted += [_line_of(("write", str(Path(each).expanduser().resolve()))) for each in written_of(document).values()]
     wanted += [_line_of(("checkpoints", each)) for each in checkpoint_urls_of(document).values()]
     path = data / GRANTS
@@ -317,7 +385,7 @@ def _installed() -> list[Path]:
     return [*folders, Path(flotilla.__file__).resolve().parent, shared, shared.with_name("services")]
 
 
-FIELD = "rollout.episodes"
+FIELD, AGENT = "rollout.episodes", "rollout.agents.environment"
 
 
 def files_of(config: EpisodesConfig) -> dict[str, str]:
@@ -350,3 +418,25 @@ def check_episodes(config: EpisodesConfig, places: Places) -> None:
     for number, tool in enumerate(config.tools if isinstance(config, ToolEpisodesConfig) else ()):
         if isinstance(tool, McpToolsConfig) and tool.command is not None:
             places.check_command(tool.command, f"{FIELD}.tools.{number}.command")
+
+
+def paths_of_agents(config: AgentsConfig | None) -> dict[str, str]:
+    """List the paths that an environment of agents names, by their dotted field."""
+    environment = None if config is None else config.environment
+    if isinstance(environment, HarborConfig):
+        readable = {f"{AGENT}.readable.{number}": each for number, each in enumerate(environment.readable)}
+        return {f"{AGENT}.tasks": environment.tasks} | readable
+    if isinstance(environment, VerifiersConfig):
+        file = {f"{AGENT}.taskset": environment.taskset} if environment.is_file else {}
+        return {f"{AGENT}.python": environment.python} | file
+    return {}
+
+
+def check_agents(config: AgentsConfig | None, places: Places) -> None:
+    """Check the agent that rollouts would start, before anything of it is read or run.
+
+    Raises:
+        InvalidSpec: something is where the operator does not allow it; the detail says what to set.
+    """
+    if config is not None and config.environment is not None:
+        places.check_environment(config.environment)

@@ -228,9 +228,10 @@ class Registered(TolerantWire):
     """The same of those that it lets in to read what it logged."""
 
 
-TEACHER, GRADER, JUDGE, SANDBOX = "teacher", "grader", "judge", "sandbox"
-OUTSIDE = frozenset({TEACHER, GRADER, JUDGE, SANDBOX})
-"""Components of failures that are not the service's own: servers that it asks, and that do not answer now."""
+TEACHER, GRADER, JUDGE, SANDBOX, AGENTS = "teacher", "grader", "judge", "sandbox", "agents"
+OUTSIDE = frozenset({TEACHER, GRADER, JUDGE, SANDBOX, AGENTS})
+"""Components of failures that are not the service's own: servers that it asks, and that do not answer now, and agents
+that it starts."""
 
 
 class Failure(TolerantWire):
@@ -366,7 +367,8 @@ class Assignment(TolerantWire):
     """Its place in the epoch's job; None where there is one node, and while others are missing."""
     token: str | None = None
     """What a trainer shows to the gateway in its work for the experiment: it speaks for this service in this epoch, and
-    for nobody else. None for the other kinds, which speak through their status alone."""
+    for nobody else. Of a rollout: what the agent shows that it starts. None for the others, which speak through their
+    status alone."""
 
 
 class DesiredState(TolerantWire):

@@ -138,6 +138,10 @@ class Tokens:
         who = Principal(Scope.SERVICE, service_id, ServiceKind.TRAINER, service_id, experiment_id, epoch=epoch)
         return self._key.sign(who, None)
 
+    def agent_of(self, experiment_id: str) -> str:
+        """Make what the agents show that rollouts start for an experiment: for its episodes, while it has any."""
+        return self._key.sign(Principal(Scope.AGENT, "environment", experiment_id=experiment_id), None)
+
     def issue(self, principal: Principal, seconds: float) -> str:
         """Make a pass, such as for one episode. It is not stored, and cannot be revoked before it expires."""
         return self._key.sign(principal, self._clock.now() + seconds)

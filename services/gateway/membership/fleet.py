@@ -227,6 +227,7 @@ class Fleet:
             policy_digest=None if manifest is None else manifest.digest,
             device_shift=record.device_shift if experiment.spec.shares_devices else None,
             may_hold=self._may_hold(experiment) if experiment.spec.shares_devices else None,
+            agent_token=self._tokens.agent_of(record.id) if experiment.spec.rollout.starts_agents else None,
         )
 
     def _may_hold(self, experiment: Experiment) -> ServiceKind | None:

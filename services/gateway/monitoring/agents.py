@@ -13,6 +13,7 @@ from flotilla.shared.config.sections.reward import AgentRewardConfig
 from flotilla.shared.config.spec import ExperimentSpec
 
 ASK: Final = "POST /v1/experiments/ID/episodes asks for one (docs/agents.md)"
+STARTED: Final = "rollouts start them: see `flotilla logs rollout`"
 SILENT_SECONDS: Final = 10.0
 """An agent that waits for a task asks again sooner."""
 BUSY_SHARE: Final = 1 / 2
@@ -38,6 +39,7 @@ class AgentsSeen:
         silent_seconds: how long ago that was.
         engine_share: of the engines' slots, how many are in use.
         reward_seconds: how long after its end an episode's reward is waited for; 0 if agents give none.
+        are_started: whether rollouts start them.
     """
 
     num_open: int
@@ -46,6 +48,12 @@ class AgentsSeen:
     silent_seconds: float
     engine_share: float = 0.0
     reward_seconds: float = 0.0
+    are_started: bool = False
+
+    @property
+    def hint(self) -> str:
+        """What to do where there are none."""
+        return STARTED if self.are_started else ASK
 
     @property
     def are_missing(self) -> bool:
@@ -76,13 +84,14 @@ def see_agents(
         silent_seconds=max(0.0, now - asked_at),
         engine_share=sum(each.get("running", 0.0) for each in gauges) / slots if slots else 0.0,
         reward_seconds=max(windows, default=0.0),
+        are_started=spec.rollout.starts_agents,
     )
 
 
 def missing_agents(seen: AgentsSeen, num_tasks: int) -> tuple[str, str]:
     """Report that no agent requests the episodes of claimed tasks."""
     since = rfc3339(seen.asked_at)
-    return "agents", f"{num_tasks} tasks are claimed and no agent has asked for an episode since {since}; {ASK}"
+    return "agents", f"{num_tasks} tasks are claimed and no agent has asked for an episode since {since}; {seen.hint}"
 
 
 def slowed_by_agents(seen: AgentsSeen) -> tuple[str, str] | None:
@@ -92,12 +101,12 @@ def slowed_by_agents(seen: AgentsSeen) -> tuple[str, str] | None:
     if seen.are_missing:
         return (
             f"tasks are claimed and no agent has asked for an episode for {seen.silent_seconds:.0f} s",
-            f"start agents: {ASK}",
+            seen.hint if seen.are_started else f"start agents: {seen.hint}",
         )
     if seen.num_waiting:
         return (
             f"{seen.num_open} episodes are with agents, and {seen.num_waiting} wait for one",
-            "run more agents at a time",
+            "raise rollout.agents.environment.parallel" if seen.are_started else "run more agents at a time",
         )
     return (
         f"all {seen.num_open} episodes of the claimed tasks are with agents",

@@ -168,11 +168,10 @@ class Watchdog:
         return ("devices", what) if keepers else None
 
     def _unreachable(self) -> tuple[str, str] | None:
-        """Name a server that a service asks in vain; None if there is none. No stall is waited for."""
-        rewards = self._registry.of(self._experiment.id, ServiceKind.REWARD)
-        failures = [each.observed.failure for each in rewards if each.observed.failure is not None]
-        outside = next(((each.component, each.cause) for each in failures if each.component in OUTSIDE), None)
+        """Name a server that a service asks in vain, or its agent that dies; None if there is none: without a stall."""
         services = self._registry.of(self._experiment.id)
+        failures = [each.observed.failure for each in services if each.observed.failure is not None]
+        outside = next(((each.component, each.cause) for each in failures if each.component in OUTSIDE), None)
         return outside or without_redis((each.record, each.observed.load) for each in services)
 
     def _agents(self) -> AgentsSeen | None:

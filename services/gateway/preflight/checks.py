@@ -26,7 +26,16 @@ from flotilla.shared.config.sections.tracking import JsonlTrackerConfig, Tensorb
 from flotilla.shared.config.sections.verl_sources import first_not_graded
 from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import DataError, InvalidSpec, Scalar
-from flotilla.shared.locations.allowed import Places, check_episodes, checkpoint_urls_of, code_of, files_of, written_of
+from flotilla.shared.locations.allowed import (
+    Places,
+    check_agents,
+    check_episodes,
+    checkpoint_urls_of,
+    code_of,
+    files_of,
+    paths_of_agents,
+    written_of,
+)
 from flotilla.shared.models.hub import COMMIT, fetch_small
 
 SUBSCRIBED = f"data.{FROM}"
@@ -49,7 +58,7 @@ def paths_of(spec: ExperimentSpec) -> dict[str, str]:
             paths[f"{where}.path"] = component.path.rpartition(":")[0]
         if isinstance(component, HostedModelConfig) and not component.model.is_hub_name:
             paths[f"{where}.path"] = component.path
-    paths |= files_of(spec.rollout.episodes) | _dumps_of(spec)
+    paths |= files_of(spec.rollout.episodes) | paths_of_agents(spec.rollout.agents) | _dumps_of(spec)
     for number, tracker in enumerate(spec.tracking.trackers):
         if isinstance(tracker, JsonlTrackerConfig | TensorboardTrackerConfig) and tracker.directory is not None:
             paths[f"tracking.trackers.{number}.directory"] = tracker.directory
@@ -102,6 +111,7 @@ def check_code(spec: ExperimentSpec, places: Places) -> None:
     for field, reference in code_of(document).items():
         places.check_code(reference, field)
     check_episodes(spec.rollout.episodes, places)
+    check_agents(spec.rollout.agents, places)
     for field, path in written_of(document).items():
         places.check_written(path, field)
     for field, url in checkpoint_urls_of(document).items():

@@ -13,7 +13,9 @@ RESUME_FROM: Final = "checkpoint.resume_from"
 """Key of a checkpoint that an experiment begins from."""
 SIGNS: Final = frozenset("*?[")
 """A part of a path with one of them may be a pattern."""
-PLACES: Final = frozenset({"path", "more_paths", "dump", "resume_from", "folder", "directory", "tracking_uri"})
+PLACES: Final = frozenset(
+    {"path", "more_paths", "dump", "resume_from", "folder", "directory", "tracking_uri", "tasks", "readable"}
+)
 """Last parts of keys whose value is looked through from a folder on, or as a pattern."""
 _LOCAL_URL: Final = re.compile(r"(?:file|local):(?://[^/]*)?(/.*)|sqlite(?:\+\w+)?:///([^?]*).*", re.DOTALL)
 

@@ -70,6 +70,7 @@ class ExperimentFacts:
         device_shift: where trainer and rollouts share devices: the number of the shift.
         may_hold: who may load its weights in it; None while others have not released theirs.
         last_change: id of the newest live change; None without one.
+        agent_token: of the agents that its rollouts start; None where they start none.
     """
 
     experiment_id: str
@@ -87,6 +88,7 @@ class ExperimentFacts:
     device_shift: int | None = None
     may_hold: ServiceKind | None = None
     last_change: str | None = None
+    agent_token: str | None = None
 
 
 def desired(
@@ -149,7 +151,7 @@ def _common(service: ServiceFacts, experiment: ExperimentFacts | None) -> Desire
             trainer_epoch=experiment.trainer_epoch if service.kind is ServiceKind.TRAINER else 0,
             last_change=experiment.last_change if service.kind is ServiceKind.TRAINER else None,
             node=service.node,
-            token=service.token,
+            token=experiment.agent_token if is_rollout else service.token,
         ),
         policy_version=version,
         policy_checksum=experiment.policy_checksum if is_rollout else None,

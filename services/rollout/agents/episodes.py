@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from flotilla.services.rollout.agents.environment import EnvironmentAgent
 from flotilla.services.rollout.agents.episode import Ended, Episode, EpisodeGone, Threads
 from flotilla.services.rollout.agents.template import ChatTemplate
 from flotilla.services.rollout.engines.base import Engine
@@ -134,6 +135,8 @@ class AgentEpisodes:
         self.spec = spec
         self.counts = EpisodeCounts()
         self.threads = Threads()
+        self.environment: EnvironmentAgent | None = None
+        """The agent that is started here; None where they come from outside."""
         self._config = spec.rollout.agents
         self._resume = resume_rule(spec.asynchrony)
         self._engine = engine

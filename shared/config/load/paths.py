@@ -27,8 +27,8 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
 
     So it is with the paths of a teacher, a critic, a reward model and a judge that is served here. URLs stay. A custom
     verifier's ``path.py:function`` counts as a path, in ``reward`` at any depth, and so do a custom dataset's
-    ``path.py:Class``, and an environment or a tool in a file. ``package.module:name`` becomes the path of the module in
-    the folder, and stays where there is none.
+    ``path.py:Class``, an environment or a tool in a file, and what an environment of agents is made of.
+    ``package.module:name`` becomes the path of the module in the folder, and stays where there is none.
     """
     resolved: dict[str, Any] = json.loads(json.dumps(document, default=str))
     for section, field in PATH_FIELDS:
@@ -55,6 +55,7 @@ def resolve_paths(document: Mapping[str, Any], folder: Path, *, made: str = "") 
     _resolve_functions(resolved.get("reward"), folder)
     _resolve_reward_models(resolved.get("reward"), folder, made)
     _resolve_episodes(_within(resolved, "rollout", "episodes"), folder)
+    _resolve_agents(_within(resolved, "rollout", "agents"), folder)
     trackers = _within(resolved, "tracking", "trackers")
     for tracker in trackers if isinstance(trackers, list) else []:
         if isinstance(tracker, dict) and isinstance(tracker.get("directory"), str) and tracker["directory"]:
@@ -130,6 +131,21 @@ def _resolve_episodes(episodes: Any, folder: Path) -> None:
         values = episodes.get(name)
         for each in values if isinstance(values, list) else []:
             resolve(each, field, folder)
+
+
+def _resolve_agents(agents: Any, folder: Path) -> None:
+    environment = agents.get("environment") if isinstance(agents, dict) else None
+    if not isinstance(environment, dict):
+        return
+    for field in ("tasks", "python"):
+        _resolve_path(environment, field, folder)
+    if str(environment.get("taskset")).endswith(".py"):
+        _resolve_path(environment, "taskset", folder)
+    readable = environment.get("readable")
+    if isinstance(readable, list):
+        environment["readable"] = [
+            _absolute(each, folder) if isinstance(each, str) and each else each for each in readable
+        ]
 
 
 def _resolve_code(values: Any, field: str, folder: Path) -> None:

@@ -423,6 +423,11 @@ def _agents(spec: Sections) -> None:
                 "gives a reward: set rollout.agents (an empty section will do), or remove the component"
             )
         return
+    if spec.rollout.agents.environment is not None and not rewarded:
+        raise ValueError(
+            "rollout.agents.environment gives rewards, and reward.components has none of kind agent that takes them: "
+            "add {kind: agent} there"
+        )
     if isinstance(spec.algorithm.advantage, RemaxConfig) and spec.finished_job is None:
         raise ValueError(
             "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "

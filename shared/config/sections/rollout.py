@@ -1,11 +1,12 @@
 """How completions are sampled, and by which engine."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from flotilla.shared.config.base.model import Config
+from flotilla.shared.config.sections.agents import AgentsConfig
 from flotilla.shared.config.sections.engine import EngineConfig, TorchEngineConfig
 from flotilla.shared.config.sections.episodes import EpisodesConfig, SingleTurnConfig
 from flotilla.shared.schemas.engine import EngineCapability
@@ -17,28 +18,6 @@ UNUSED_PENALTIES: Mapping[str, Mapping[str, str]] = {
     "vllm": dict.fromkeys(("presence_penalty", "frequency_penalty"), _RESUMED),
 }
 """Penalties that an engine has under these names and does not mean as the embedded one does, and why not."""
-
-
-class AgentsConfig(Config):
-    """Tasks are handed out to agents, and what they ask of the model is recorded and trained."""
-
-    lease_seconds: float = Field(300.0, gt=0, le=86_400)
-    """An episode whose agent is silent for so long is abandoned, and handed out again."""
-    episode_seconds: float = Field(3600.0, gt=0, le=604_800)
-    """Longest time of one episode; then it is abandoned."""
-    group_seconds: float = Field(7200.0, gt=0, le=604_800)
-    """Once the first episode of a group has begun, it is finished within this time, or trained with the episodes that
-    it has."""
-    max_turns: int = Field(64, ge=1, le=10_000)
-    """Completions of one episode, all branches together."""
-    max_branches: int = Field(8, ge=1, le=1024)
-    """Conversations of one episode that do not continue each other; each is a trajectory of its own."""
-    branches: Literal["as_one", "each"] = "as_one"
-    """What an episode of several branches counts for. as_one: like an episode of one: its reward, the mean of theirs,
-    is compared with those of the other episodes of its group, all its branches get that advantage, and the weights of
-    their losses add up to 1. each: every branch is compared and weighs like an episode of its own."""
-    max_attempts: int = Field(4, ge=1, le=1000)
-    """How often an episode that is abandoned again and again is handed out; then its group goes on without it."""
 
 
 class SamplingConfig(Config):
@@ -99,9 +78,14 @@ class RolloutConfig(Config):
     requires: tuple[EngineCapability, ...] = ()
     """What the engine must promise; a spec whose engine does not is refused."""
     agents: AgentsConfig | None = None
-    """Agents from outside drive the episodes of training, through the gateway; null: the fleet itself does."""
+    """Agents drive the episodes of training, through the gateway; null: the fleet itself does."""
     task_seconds: float = Field(300.0, gt=0)
     """Longest time that sampling one group may take before it counts as failed."""
+
+    @property
+    def starts_agents(self) -> bool:
+        """Whether rollouts start the agents that drive the episodes."""
+        return self.agents is not None and self.agents.environment is not None
 
     @property
     def records_the_cut(self) -> bool:

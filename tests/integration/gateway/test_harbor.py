@@ -10,7 +10,7 @@ from flotilla.agents.box import open_box, why_not
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
 from flotilla.agents.harbor import TASK, HarborAgent, Harness, read_tasks, task_rows
 from flotilla.shared.errors import InvalidSpec, Unavailable
-from tests.agent_fleet import agent_fleet, play_rows
+from tests.agent_fleet import agent_fleet, play_named, play_rows
 from tests.fleet import ROOT
 from tests.unit.rollout.agents.world import a_spec
 
@@ -57,6 +57,20 @@ async def test_the_examples_tasks_are_played_and_their_tests_grade(tmp_path: Pat
         rewards = await play_rows(fleet, agent, list(task_rows(tasks)))
 
     assert rewards == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+async def test_a_spec_names_the_tasks_and_their_agent_is_started_and_ended(tmp_path: Path) -> None:
+    from examples.harbor.make_tasks import write_task
+
+    for number in range(2):
+        write_task(tmp_path / f"sum-{number}", f"What is {number} plus 1?", str(number + 1))
+    harness = {"harness": f"python3 {EXAMPLE / 'harness.py'}", "readable": [str(EXAMPLE)], "parallel": 2}
+    spec = a_spec(group_size=2, environment={"kind": "harbor", "tasks": str(tmp_path), **harness})
+
+    async with agent_fleet(spec, solved) as fleet:
+        rewards = await play_named(fleet, list(task_rows(read_tasks(tmp_path))))
+
+    assert rewards == [[1.0, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="there is no python3 below /usr")

@@ -1,9 +1,12 @@
 """Environments behind NeMo Gym's resources servers: a server of the test's own, and one of the real package."""
 
+import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -15,8 +18,9 @@ from fastapi import FastAPI, Request, Response
 
 from flotilla.agents.episodes import Episode, EpisodeLost
 from flotilla.agents.nemo_gym import ROW, NemoGymAgent, gym_client, rows_of_gym
+from flotilla.shared.environment.settings import LOOPBACK
 from flotilla.shared.errors import InvalidSpec
-from tests.agent_fleet import agent_fleet, play_rows, served
+from tests.agent_fleet import agent_fleet, play_named, play_rows, served
 from tests.fleet import ROOT
 from tests.unit.rollout.agents.world import a_spec
 
@@ -154,6 +158,58 @@ async def test_a_server_that_is_not_there_loses_the_episode() -> None:
         agent = NemoGymAgent("http://127.0.0.1:9", client)
         with pytest.raises(EpisodeLost, match="seed_session"):
             await agent(Episode("e1", "key", "http://127.0.0.1:9/v1", "m", {"metadata": {ROW: json.dumps(a_row(3))}}))
+
+
+async def test_a_server_in_the_operators_networks_is_played_under_its_name(tmp_path: Path) -> None:
+    rows = rows_in(tmp_path / "data.jsonl", a_row(5), a_row(6))
+
+    async with served(a_counter()) as address, agent_fleet(a_spec(group_size=2), counts) as fleet:
+        url = address.replace("127.0.0.1", "localhost")
+        async with gym_client(4, url, LOOPBACK) as client:
+            rewards = await play_rows(fleet, NemoGymAgent(url, client), rows)
+        with pytest.raises(InvalidSpec, match="FLOTILLA_GRADER_NETWORKS"):
+            async with gym_client(4, url, ()):
+                pass
+
+    assert rewards == [[1.0, 1.0], [0.0, 0.0]]
+
+
+async def test_a_spec_names_a_server_and_its_agent_is_started_and_ended(tmp_path: Path) -> None:
+    rows = rows_in(tmp_path / "data.jsonl", a_row(5), a_row(6))
+
+    async with served(a_counter()) as url:
+        environment = {"kind": "nemo_gym", "url": url, "parallel": 2}
+        async with agent_fleet(a_spec(group_size=2, environment=environment), counts) as fleet:
+            rewards = await play_named(fleet, rows)
+
+    assert rewards == [[1.0, 1.0], [0.0, 0.0]]
+
+
+async def test_the_command_that_is_told_to_end_ends_in_peace() -> None:
+    environment = {**os.environ, "FLOTILLA_TOKEN": "t", "FLOTILLA_GATEWAY_URL": "http://127.0.0.1:9"}
+    words = ("-m", "flotilla.agents", "nemo-gym", "http://127.0.0.1:9", "experiment")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(60):
+            # Signals are its own once it plays: the mask of those that it catches says so.
+            while not caught(process.pid) & 1 << signal.SIGTERM - 1:
+                await asyncio.sleep(0.05)
+            process.terminate()
+            _, said = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    assert (process.returncode, said) == (128 + signal.SIGTERM, b"")
+
+
+def caught(pid: int) -> int:
+    """Read which signals a process catches."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("SigCgt")), 16)
 
 
 async def test_a_row_that_the_server_does_not_take_or_that_is_of_something_else_ends_all() -> None:

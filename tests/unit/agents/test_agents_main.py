@@ -1,6 +1,7 @@
 """The command line of agents: rows are written, and what cannot be played is said in a sentence."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,32 @@ def test_what_cannot_be_played_here_is_said_in_a_sentence(
     refused = capsys.readouterr().err.splitlines()
     assert "no Harbor task" in refused[0]
     assert refused[1] == "there are no boxes here: bwrap is not installed"
+
+
+def test_what_plays_has_no_token_in_its_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = list[tuple[str, bool]]()
+
+    async def run(_: object, token: str) -> int:
+        seen.append((token, "FLOTILLA_TOKEN" in os.environ))
+        return 3
+
+    monkeypatch.setenv("FLOTILLA_TOKEN", "t")
+    monkeypatch.setattr(agents, "_run", run)
+
+    assert said(monkeypatch, "nemo-gym", "http://127.0.0.1:1", "experiment") == 0
+
+    assert (seen, capsys.readouterr().out) == ([("t", False)], "3 episodes\n")
+
+
+def test_networks_that_are_none_are_refused_with_what_they_are_like(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        said(monkeypatch, "nemo-gym", "http://127.0.0.1:1", "experiment", "--networks", "here")
+
+    assert "must be networks, such as 127.0.0.0/8" in capsys.readouterr().err
 
 
 def test_the_first_of_many_errors_is_said() -> None:

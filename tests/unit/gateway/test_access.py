@@ -108,6 +108,21 @@ async def test_a_gateway_that_restarts_knows_the_passes_of_the_one_before_and_an
     assert some_tokens(secret="another").read(shown) is None
 
 
+async def test_what_a_started_agent_shows_is_for_the_episodes_of_its_experiment_alone() -> None:
+    clock = ManualClock()
+    tokens = some_tokens(clock=clock)
+    token = tokens.agent_of("e")
+    clock.advance(100 * 86_400.0)
+
+    shown = tokens.read(token)
+
+    assert token == tokens.agent_of("e") == some_tokens().agent_of("e"), "or services would be told something new"
+    assert shown is not None and shown.principal == Principal(Scope.AGENT, "environment", experiment_id="e")
+    assert refusal("POST", f"{E}/episodes", shown.principal) is None
+    for method, path in (("POST", "/v1/experiments/other/episodes"), ("GET", E), ("POST", f"{E}/stop")):
+        assert refusal(method, path, shown.principal) is not None
+
+
 async def test_a_pass_that_was_changed_is_nobodys() -> None:
     tokens = some_tokens()
     body, mac = tokens.pass_of(ServiceKind.ROLLOUT, "rollout-1").removeprefix(PASS_PREFIX).split(".")

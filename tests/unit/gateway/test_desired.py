@@ -155,6 +155,17 @@ def test_what_is_for_one_service_alone_is_computed_again_when_it_changes() -> No
         )
 
 
+def test_rollouts_alone_are_told_the_token_of_the_agents_that_they_start() -> None:
+    started, states = replace(FACTS, agent_token="flp_a"), DesiredStates()
+
+    for service in (ROLLOUT, replace(ROLLOUT, is_draining=True), replace(TRAINER, token="flp_t")):
+        told = states.of(service, started).assignment
+        assert told is not None and told.token == ("flp_a" if service.kind is ServiceKind.ROLLOUT else "flp_t")
+    assert states.of(ROLLOUT, started) is states.of(replace(ROLLOUT, service_id="rollout-2"), started)
+    assert states.of(ROLLOUT, started).tag != states.of(ROLLOUT, FACTS).tag
+    assert states.of(TRAINER, started).tag == states.of(TRAINER, FACTS).tag
+
+
 def test_an_encoded_answer_is_the_answer_and_is_shared() -> None:
     bodies = DesiredBodies()
     answers = [desired(ROLLOUT, replace(FACTS, policy_version=version)) for version in range(2 * MOST_BODIES)]

@@ -48,6 +48,15 @@ def test_folders_above_and_patterns_that_can_match_anothers_are_refused(tmp_path
         check(tmp_path, data={"path": text.format(run=tmp_path)})
 
 
+@pytest.mark.parametrize("environment", [{"tasks": "{run}"}, {"readable": ["/usr", "{run}/fleet/experiments/b-1"]}])
+def test_what_an_environment_of_agents_reads_is_not_anothers(tmp_path: Path, environment: dict[str, Any]) -> None:
+    named = json.loads(json.dumps(environment).replace("{run}", str(tmp_path)))
+    agents = {"environment": {"kind": "harbor", "tasks": "/tasks", "harness": "true", **named}}
+
+    with pytest.raises(InvalidSpec, match=r"rollout\.agents\.environment\.\w+: .* in no experiment of alice"):
+        check(tmp_path, rollout={"agents": agents}, reward={"components": [{"kind": "agent"}]})
+
+
 @pytest.mark.parametrize(
     "text",
     [

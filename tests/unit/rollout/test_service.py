@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from flotilla.shared.errors import (
     WeightTransferFailed,
     WorkerDied,
 )
-from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, WorkState
+from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, Failure, WorkState
 from flotilla.shared.service import reconciling
 
 SPEC = {
@@ -52,7 +53,7 @@ class ScriptedSession:
         self.counts = HandOverCounts()
         self.busy = BusyTime()
         self.tally = SamplingTally()
-        self.agents = None
+        self.agents: SimpleNamespace | None = None
         self.why_hopeless: str | None = None
 
     @property
@@ -101,6 +102,7 @@ class World:
         self.sessions: list[ScriptedSession] = []
         self.refusals: list[Exception] = []
         self.answered = 0
+        self.agents: SimpleNamespace | None = None
         self.on_death: Callable[[WorkerDied], None] | None = None
         self.running: asyncio.Task[None] | None = None
         self.service = RolloutService(self.open_session)  # type: ignore[arg-type]
@@ -112,6 +114,7 @@ class World:
             raise self.refusals.pop()
         self.on_death = on_death
         self.sessions.append(ScriptedSession(self.answered))
+        self.sessions[-1].agents = self.agents
         return self.sessions[-1]
 
     async def want(
@@ -166,6 +169,38 @@ async def test_it_works_pauses_and_falls_idle_as_it_is_told() -> None:
 
         await world.want(WorkState.IDLE, None)
         await world.until(lambda: world.is_in(WorkState.IDLE) and world.sessions[0].is_closed)
+
+
+class ScriptedAgent:
+    def __init__(self) -> None:
+        self.failure: Failure | None = None
+        self.is_running = False
+
+    async def run(self) -> None:
+        self.is_running = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_running = False
+
+
+@pytest.mark.parametrize("is_fatal", [False, True])
+async def test_an_agent_that_is_started_here_runs_with_the_session_and_its_death_is_reported(is_fatal: bool) -> None:
+    async with a_world() as world:
+        agent = ScriptedAgent()
+        world.agents = SimpleNamespace(environment=agent, to_load=dict)
+        await world.want(WorkState.RUNNING)
+        await world.until(lambda: world.is_in(WorkState.RUNNING) and agent.is_running)
+        assert world.service.observe().failure is None
+
+        agent.failure = Failure(component="agents", cause="it ended", fatal=is_fatal)
+        assert world.service.observe().failure == agent.failure
+        agent.failure = None
+        assert world.service.observe().failure is None
+
+        await world.want(WorkState.IDLE, None)
+        await world.until(lambda: world.is_in(WorkState.IDLE))
+        assert not agent.is_running
 
 
 async def test_another_experiment_gets_a_session_of_its_own() -> None:

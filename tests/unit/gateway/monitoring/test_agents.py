@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.episodes.rollouts import EpisodeGone, Rollouts
-from flotilla.services.gateway.monitoring.agents import AgentsSeen, see_agents
+from flotilla.services.gateway.monitoring.agents import AgentsSeen, missing_agents, see_agents, slowed_by_agents
 from flotilla.services.gateway.monitoring.bottleneck import Look, StepTimes, find_bottleneck
 from flotilla.services.gateway.monitoring.diagnosis import diagnose
 from flotilla.services.gateway.monitoring.watchdog import Watchdog
@@ -18,7 +18,7 @@ from flotilla.shared.errors import Unavailable
 from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.schemas.episode import OpenEpisode
 from flotilla.shared.schemas.experiment import Problem
-from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.schemas.service import Failure, ObservedState, ServiceKind, WorkState
 from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.ledger import HopCounts, Ledger
 from tests.unit.gateway.builders import a_gateway, a_spec, add_experiment, add_service, say
@@ -118,10 +118,10 @@ class Fleet:
         self._rollout = rollout
         self._watchdog = watchdog
 
-    async def rollout_says(self, num_open: int) -> None:
+    async def rollout_says(self, num_open: int, failure: Failure | None = None) -> None:
         load = {"episodes_open": float(num_open), "episodes_waiting": 2.0 - num_open}
-        observed = ObservedState(experiment_id="tiny-1", state=WorkState.RUNNING, policy_version=0, load=load)
-        await say(self._gateway, self._rollout, observed)
+        at = {"experiment_id": "tiny-1", "state": WorkState.RUNNING, "policy_version": 0}
+        await say(self._gateway, self._rollout, ObservedState(**at, load=load, failure=failure))
 
     async def problem_after(self, seconds: float) -> Problem | None:
         self._clock.advance(seconds)
@@ -155,6 +155,38 @@ async def test_the_watchdog_names_missing_agents_and_forgets_them_when_one_has_a
     await fleet.rollout_says(num_open=1)
     assert await fleet.problem_after(1.0) is None
     assert await fleet.problem_after(250.0) is None
+
+
+async def test_an_agent_that_rollouts_start_is_named_as_soon_as_it_dies_and_forgotten_when_it_plays() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    fleet = await a_fleet(gateway, clock)
+    cause = "the agent of rollout.agents.environment (harbor) ended with code 2"
+
+    await fleet.rollout_says(num_open=1, failure=Failure(component="agents", cause=cause, fatal=False))
+    named = await fleet.problem_after(1.0)
+    assert named is not None and (named.component, named.cause) == ("agents", cause)
+    await fleet.rollout_says(num_open=1)
+    assert await fleet.problem_after(1.0) is None
+
+    await fleet.rollout_says(num_open=1, failure=Failure(component="agents", cause=cause))
+    ended = gateway.repository.get("tiny-1")
+    assert not ended.is_active
+    assert ended.record.problem is not None
+    assert (ended.record.problem["component"], ended.record.problem["cause"]) == ("agents", cause)
+
+
+def test_agents_that_rollouts_start_are_not_asked_for() -> None:
+    seen = replace(MISSING, are_started=True)
+
+    _, cause = missing_agents(seen, 5)
+    told = slowed_by_agents(seen)
+    waiting = slowed_by_agents(replace(AT_WORK, are_started=True))
+
+    assert told is not None and waiting is not None
+    assert "POST" not in cause and "flotilla logs rollout" in cause
+    assert "POST" not in told[1] and "flotilla logs rollout" in told[1]
+    assert waiting[1] == "raise rollout.agents.environment.parallel"
 
 
 async def test_an_agent_that_asks_counts_although_it_gets_no_task() -> None:

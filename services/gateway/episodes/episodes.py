@@ -15,7 +15,7 @@ from typing import Final
 
 from flotilla.services.gateway.access.quotas import check_episodes
 from flotilla.services.gateway.access.tokens import Tokens
-from flotilla.services.gateway.episodes.rollouts import CALL_SECONDS, EpisodeGone, Rollouts
+from flotilla.services.gateway.episodes.rollouts import CALL_SECONDS, BrokenOff, EpisodeGone, Rollouts
 from flotilla.services.gateway.monitoring.health.measurements import Measurements
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.registry.services import LiveService, Registry
@@ -334,8 +334,8 @@ class Episodes:
         except FlotillaError as error:
             if isinstance(error, DeadlineExceeded):
                 call.silent.add(service.id)
-                if not wanted.only_known:
-                    self._note_holder(experiment, call, service)
+            if isinstance(error, DeadlineExceeded | BrokenOff) and not wanted.only_known:
+                self._note_holder(experiment, call, service)
             elif error.code in {NoTask.code, NotFound.code} and self._holder(experiment, call) == service.id:
                 self._calls[str(call.name)] = None
             if not error.retryable and error.status not in {404, 503}:

@@ -25,6 +25,10 @@ class EpisodeGone(FlotillaError):
     code, title, status = "episode_gone", "The episode is gone", 410
 
 
+class BrokenOff(Unavailable):
+    """The connection to a rollout broke when it may have had the whole request, so it may do what was asked."""
+
+
 class Rollouts:
     """Calls rollouts.
 
@@ -85,7 +89,7 @@ class Rollouts:
 
         Raises:
             FlotillaError: the subclass that the rollout's problem names.
-            Unavailable: it cannot be reached.
+            Unavailable: it cannot be reached; ``BrokenOff`` where it may do what was asked all the same.
             DeadlineExceeded: it does not answer.
         """
         url = f"{service.record.address}{path}"
@@ -94,8 +98,10 @@ class Rollouts:
                 answer = await self._http.post(url, json=dict(body), headers=self._headers())
         except TimeoutError:
             raise DeadlineExceeded(f"{service.id} does not answer") from None
-        except httpx.TransportError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Unavailable(f"{service.id} cannot be reached: {error or type(error).__name__}") from error
+        except httpx.TransportError as error:
+            raise BrokenOff(f"{service.id} broke off: {error or type(error).__name__}") from error
         if answer.is_success:
             return answer.json()
         raise problem_to_error(answer.status_code, answer.content)

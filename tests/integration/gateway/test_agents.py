@@ -503,6 +503,28 @@ async def test_a_call_begins_no_second_episode_where_the_first_rollout_begins_on
         assert fleet.counts()["episodes_opened"] == 1
 
 
+async def test_a_call_begins_no_second_episode_where_the_connection_to_the_rollout_that_began_one_broke(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with agent_fleet(a_spec(group_size=2), writes, num_rollouts=2, max_groups=4) as fleet:
+        await fleet.issue(8)
+        client, begun = fleet.gateway.episodes.rollouts._http, list[Any]()
+        post = client.post
+
+        async def breaks_once(*given: Any, **how: Any) -> httpx.Response:
+            answer = await post(*given, **how)
+            if answer.is_success and not begun:
+                begun.append(answer.json())
+                raise httpx.ReadError("connection reset by peer")
+            return answer
+
+        monkeypatch.setattr(client, "post", breaks_once)
+        opened = (await call_with(fleet, http, "k", 5)).json()
+
+        assert opened["episode_id"] == begun[0]["episode_id"]
+        assert fleet.counts()["episodes_opened"] == 1
+
+
 @pytest.mark.parametrize("is_another_gateway", [False, True])
 async def test_a_call_that_is_repeated_by_who_hung_up_on_a_silent_rollout_begins_no_second_episode(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, *, is_another_gateway: bool

@@ -64,7 +64,7 @@ def wishes_of(spec: ExperimentSpec) -> Wishes:
     return Wishes(
         trainers=_wish(trainer_need(spec), ranks_of_a_node(spec)),
         rollouts=_wish(rollout_need(spec), devices_of_engine(spec)),
-        are_shared=spec.shares_devices,
+        are_shared=spec.shares_devices and spec.resources.lending is None,
     )
 
 

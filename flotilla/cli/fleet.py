@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -34,7 +34,7 @@ from flotilla.shared.host.start_patience import VARIABLE, StartDeadline, cpu_sec
 from flotilla.shared.net.authorisation.access import PassKey, Principal, Scope
 from flotilla.shared.net.authorisation.tokens import TINKER_PREFIX, new_token, write_secret
 from flotilla.shared.net.server.ports import check_can_be_told, lasting_port
-from flotilla.shared.schemas.service import ServiceKind
+from flotilla.shared.schemas.service import LENT, POOL, ServiceKind
 from flotilla.shared.service.devices import given_to, machine_devices, own_devices
 from flotilla.shared.streams.redis.connection import check_server
 from flotilla.shared.weights.image.files import sweep
@@ -63,6 +63,7 @@ class FleetOptions:
         num_rollouts, num_trainers, num_rewards: services of each kind; a trainer serves one experiment at a time
             unless ``num_experiments`` says more.
         num_sandboxes: sandbox services; 0 starts none.
+        lends: whether one more rollout computes on the first trainer's devices, while these are lent.
         num_experiments: that each process of trainer, rollout and reward serves at a time, as a service for each.
         host, port: where the gateway listens; port 0 takes a free one.
         redis_url: a server to use; None starts one.
@@ -79,6 +80,7 @@ class FleetOptions:
     num_trainers: int = 1
     num_rewards: int = 1
     num_sandboxes: int = 1
+    lends: bool = False
     num_experiments: int = 1
     host: str = "127.0.0.1"
     port: int = 8470
@@ -240,7 +242,20 @@ class LocalFleet:
                 own |= {"FLOTILLA_TINKER_DISK_GB": str(self.options.tinker_disk_gb)}
             for name, module in TINKER.items():
                 self._add(name, module, own)
-        given = await self._divide_devices()
+        self._add_services(environment, await self._divide_devices())
+        for process in self._processes:
+            await process.start()
+            self._say(f"{process.spec.name:<10} pid {process.pid}")
+        await self._wait_until_ready()
+        self._write_fleet_file(data)
+
+    def _add_services(self, environment: dict[str, str], given: Mapping[str, Sequence[dict[str, str]]]) -> None:
+        """Add what registers with the gateway.
+
+        Args:
+            environment: of all of them.
+            given: variables for the devices of each service, by kind.
+        """
         # Importing torch takes the longest, so those start first.
         for kind, count in (
             ("trainer", self.options.num_trainers),
@@ -258,11 +273,9 @@ class LocalFleet:
                 own_devices = given[kind][number] if kind in given else {}
                 module = f"flotilla.services.{kind}"
                 self._add(name, module, own | own_devices, is_optional=is_optional, may_leave=may_leave)
-        for process in self._processes:
-            await process.start()
-            self._say(f"{process.spec.name:<10} pid {process.pid}")
-        await self._wait_until_ready()
-        self._write_fleet_file(data)
+            if kind == "rollout" and self.options.lends:
+                lent = given["trainer"][0] if "trainer" in given else {}
+                self._add(f"{kind}-{LENT}", f"flotilla.services.{kind}", own | lent | {POOL: LENT}, may_leave=True)
 
     async def _divide_devices(self) -> dict[str, list[dict[str, str]]]:
         """Divide the GPUs of this machine, and say so; return variables for its services, by kind."""

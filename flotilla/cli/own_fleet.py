@@ -56,6 +56,7 @@ async def fleet_options(arguments: argparse.Namespace, launch: LaunchFile, direc
         num_rollouts=arguments.rollouts or (resources.rollouts.min if launch.spec.needs_rollouts else 0),
         num_trainers=(arguments.trainers or launch.spec.parallelism.nodes) if launch.spec.trains else 0,
         num_rewards=arguments.rewards or (resources.rewards.min if sampled else 0),
+        lends=resources.lending is not None,
         num_sandboxes=arguments.sandboxes or (resources.sandboxes.min if resources.sandboxes else int(sampled)),
         host="127.0.0.1",
         port=arguments.port,

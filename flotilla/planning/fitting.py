@@ -135,8 +135,8 @@ def _refuse(run: RecordedRun) -> None:
         raise InvalidRequest("the run has no samples with times: `samples` of its spec keeps them")
     if spec.asynchrony.redundant_groups:
         raise InvalidRequest("asynchrony.redundant_groups is not simulated: what is ended depends on single answers")
-    if spec.rollout.agents is not None or spec.resources.sharing != "none":
-        raise InvalidRequest("runs of agents, and those that share devices by time, are not simulated")
+    if spec.rollout.agents is not None or spec.shares_devices:
+        raise InvalidRequest("runs of agents, and those that share or lend devices by time, are not simulated")
 
 
 def _refuse_figures(run: RecordedRun) -> None:

@@ -151,7 +151,7 @@ export function Fleet({ shared }: { shared: Shared }) {
                     {kind}
                   </th>
                 ))}
-                <th scope="col">Waits for</th>
+                <th scope="col">Waits for, lends</th>
               </tr>
             </thead>
             <tbody>
@@ -166,7 +166,7 @@ export function Fleet({ shared }: { shared: Shared }) {
                     const share = each.kinds[kind];
                     return <td key={kind}>{share ? `${share.services.length} of ${share.share} (${share.min} to ${share.max ?? "any"})` : "–"}</td>;
                   })}
-                  <td class="wrap">{each.waiting ?? ""}</td>
+                  <td class="wrap">{each.waiting ?? each.lending ?? ""}</td>
                 </tr>
               ))}
             </tbody>

@@ -240,6 +240,11 @@ export interface components {
              * @default []
              */
             failing: components["schemas"]["FailingService"][];
+            /**
+             * Lending
+             * @description Whether the trainer's devices are lent to rollouts now, and why; null where the spec does not let them be.
+             */
+            lending?: string | null;
         };
         /**
          * Effect
@@ -409,6 +414,11 @@ export interface components {
              * @description What it waits for, and who has it; null if it has all that it needs.
              */
             waiting: string | null;
+            /**
+             * Lending
+             * @description Whether the trainer's devices are lent to rollouts now, and why; null where the spec does not let them be.
+             */
+            lending?: string | null;
         };
         /**
          * ExperimentState

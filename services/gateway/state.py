@@ -49,6 +49,7 @@ class GatewayState(GatewayParts):
             self.fleet,
             self.events,
             clock,
+            lambda experiment: self.measurements.of(experiment).lending.verdict.reason,
             unfair_seconds=settings.unfair_seconds,
             notice_seconds=settings.notice_seconds,
         )

@@ -25,7 +25,7 @@ from flotilla.shared.config.sections.model import ModelConfig
 from flotilla.shared.config.sections.optimisation import OptimisationConfig
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.config.sections.publication import ENGINE_BUCKET_MEGABYTES, TransportChoice
-from flotilla.shared.config.sections.resources import ResourcesConfig, Sharing
+from flotilla.shared.config.sections.resources import ResourcesConfig
 from flotilla.shared.config.sections.reward import CodeConfig, EnvironmentRewardConfig, RewardConfig, VerlDefaultConfig
 from flotilla.shared.config.sections.rollout import RolloutConfig
 from flotilla.shared.config.sections.rule import MOST_RULES, RuleConfig
@@ -163,8 +163,8 @@ class Sections(Config):
 
     @property
     def shares_devices(self) -> bool:
-        """Whether trainer and rollouts take turns on the same devices."""
-        return self.resources.sharing is Sharing.TIME
+        """Whether trainer and rollouts, or those that its devices are lent to, take turns on the same devices."""
+        return self.resources.turns is not None
 
     @property
     def is_on_gpus(self) -> bool:

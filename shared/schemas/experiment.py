@@ -290,6 +290,8 @@ class DiagnosisView(TolerantWire):
     """Rules of the spec, where each stands, and what each did."""
     failing: tuple[FailingService, ...] = ()
     """Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back."""
+    lending: str | None = None
+    """Whether the trainer's devices are lent to rollouts now, and why; null where the spec does not let them be."""
 
 
 class UploadView(TolerantWire):
@@ -389,6 +391,8 @@ class ExperimentShare(TolerantWire):
     kinds: Mapping[str, KindShare]
     waiting: str | None
     """What it waits for, and who has it; null if it has all that it needs."""
+    lending: str | None = None
+    """Whether the trainer's devices are lent to rollouts now, and why; null where the spec does not let them be."""
 
 
 class FleetView(TolerantWire):

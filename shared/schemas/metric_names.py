@@ -34,8 +34,9 @@ _WRITTEN = """
     samples/in_step samples/lost_files samples/without_reward
     samples/written_bytes source/*/grader/*/mean source/*/reward/*/mean source/*/reward/mean source/*/reward/std
     time/checkpoint_seconds time/compute_cores
-    time/compute_seconds time/pace_seconds time/publication_seconds time/publish_seconds
-    time/step_seconds time/wait_seconds tokens/generated tokens/resumed_in_step tokens/trained tokens/trained_in_step
+    time/compute_seconds time/device_seconds time/lent_seconds time/pace_seconds time/publication_seconds
+    time/publish_seconds time/step_seconds time/wait_seconds tokens/generated tokens/resumed_in_step tokens/trained
+    tokens/trained_in_step
     tokens/trained_in_step/*
     trainer/idle_ratio updates/in_step updates/skipped value/clip_fraction value/mean
 """

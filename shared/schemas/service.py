@@ -30,6 +30,8 @@ LINK_LOCAL = "http://169.254.169.254"
 POOL_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 ON_DEMAND = "on-demand"
 """Of services that name no pool."""
+LENT = "lent"
+"""The pool of rollouts that compute on the devices of a trainer of their host, while that lends them."""
 
 
 def is_spot(pool: str | None) -> bool:
@@ -162,6 +164,11 @@ class Capabilities(TolerantWire):
     def is_spot(self) -> bool:
         """Whether its machine may be taken away at short notice."""
         return is_spot(self.pool)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it has no devices of its own, and computes on a trainer's while these are lent."""
+        return self.pool == LENT
 
     def device_ids(self, host: str) -> frozenset[str]:
         """Name the devices so that two services that may use the same one name it alike."""

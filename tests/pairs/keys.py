@@ -40,7 +40,7 @@ APART: Mapping[str, tuple[str, ...]] = {
         "evaluation.max_rows", "evaluation.temperature", "evaluation.top_k", "evaluation.top_p",
         "evaluation.pass_reward", "evaluation.max_new_tokens", "evaluation.deadline_seconds",
         "resources.rollouts.max", "resources.rollouts.on_demand", "resources.rewards.*", "resources.sandboxes.*",
-        "resources.weight", "resources.priority",
+        "resources.weight", "resources.priority", "resources.lending.over_steps",
     ),
     "which model, and where": (
         "model.path", "model.revision", "model.overrides", "algorithm.distillation.revision",

@@ -253,7 +253,11 @@ FLEET: Options = {
     "rollouts": {"one": {}, "two": {"resources.rollouts.min": 2}},
     "streams": {"wide": {}, "narrow": {"resources.stream_bytes": 1024**2}},
     "samples": {"kept": {}, "none": {"samples": None}},
-    "turns": {"none": {}, "taken": {"resources.sharing": "time"}},
+    "turns": {
+        "none": {},
+        "taken": {"resources.sharing": "time"},
+        "lent": {"resources.lending.when_waiting": 0.01, "rollout.engine.threads": 1},
+    },
     "subscriber": {"none": {}, "one": {}},
     "event": {
         "none": {},

@@ -67,6 +67,8 @@ async def diagnose(arguments: argparse.Namespace) -> int:
     for rule in found.rules:
         for line in rule_lines(rule):
             console.print(f"rule       {line}", markup=False)
+    if found.lending is not None:
+        console.print(f"lending    {found.lending}", markup=False)
     console.print(f"bottleneck {found.component}: {found.cause}", markup=False)
     if found.advice:
         console.print(f"advice     {found.advice}", markup=False)

@@ -191,6 +191,7 @@ def remarks(
             told.add((each.id, each.problem.cause))
         if each.health:
             lines.append(f"health   {each.id}: {names_of(each.health)}; `flotilla diagnose {each.id}` tells more")
+    lines += [f"lending  {each.experiment_id}: {each.lending}" for each in shares if each.lending]
     return lines + [
         f"waiting  {each.experiment_id}: {each.waiting}"
         for each in shares

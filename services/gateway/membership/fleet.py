@@ -226,6 +226,7 @@ class Fleet:
             policy_checksum=None if manifest is None else manifest.checksum,
             policy_digest=None if manifest is None else manifest.digest,
             device_shift=record.device_shift if experiment.spec.shares_devices else None,
+            is_lending=experiment.spec.resources.lending is not None,
             may_hold=self._may_hold(experiment) if experiment.spec.shares_devices else None,
             agent_token=self._tokens.agent_of(record.id) if experiment.spec.rollout.starts_agents else None,
         )
@@ -235,7 +236,8 @@ class Fleet:
         shift = experiment.record.device_shift
         holder = holder_of(shift)
         others = [kind for kind in SHARERS if kind is not holder]
-        reports = [self._registry.device_reports(experiment.id, kind) for kind in others]
+        is_lending = experiment.spec.resources.lending is not None
+        reports = [self._registry.device_reports(experiment.id, kind, is_lending=is_lending) for kind in others]
         return holder if all(is_clear(shift, each.values()) for each in reports) else None
 
     async def _observe(self, service: LiveService, observed: ObservedState) -> None:
@@ -247,6 +249,7 @@ class Fleet:
                 await self._publications.apply(experiment.id, Reported(service.id, observed.publication))
             if observed.device != before.device or observed.job != before.job:
                 wake_services(self._registry, experiment.id)
+                experiment.changed.fire()  # the shift may end by it
             if observed.experiment_id == experiment.id:
                 self._measurements.of(experiment).add_reports(service, experiment.record.step)
                 await self._compare(service, before, experiment)
@@ -269,7 +272,8 @@ class Fleet:
             async with self._store.transaction() as change:
                 self._publications.stage_gone(change, experiment.id, service, "its engine serves nothing now")
         if service.kind is ServiceKind.ROLLOUT:
-            await self._idle_ratios.record(experiment, service.id, observed)
+            if not service.is_lent:  # one sleeps while the trainer needs its devices
+                await self._idle_ratios.record(experiment, service.id, observed)
             self._publications.durations.serves(experiment.id, service.id, observed.policy_version)
         if service is self._registry.trainer_of(experiment.id):
             await self._record_progress(service, experiment)

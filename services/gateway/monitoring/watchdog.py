@@ -130,16 +130,7 @@ class Watchdog:
         found = self._kept_devices() or diagnose(
             Situation(
                 state=record.state,
-                services=[
-                    Observation(
-                        s.id,
-                        s.kind,
-                        s.observed.state,
-                        s.observed.policy_version,
-                        None if s.observed.failure is None else s.observed.failure.cause,
-                    )
-                    for s in self._registry.of(experiment.id)
-                ],
+                services=self._observed(),
                 ledger=train,
                 budget=experiment.spec.admission_budget,
                 groups_per_step=experiment.spec.groups_per_step,
@@ -156,13 +147,28 @@ class Watchdog:
         )
         await (self._clear() if found is None else self._name(*found))
 
+    def _observed(self) -> list[Observation]:
+        """List what its services report, without lent rollouts: nobody waits for these."""
+        return [
+            Observation(
+                s.id,
+                s.kind,
+                s.observed.state,
+                s.observed.policy_version,
+                None if s.observed.failure is None else s.observed.failure.cause,
+            )
+            for s in self._registry.of(self._experiment.id)
+            if not s.is_lent
+        ]
+
     def _kept_devices(self) -> tuple[str, str] | None:
         """Name the service that does not release devices assigned to others; None if none is waited for."""
         experiment = self._experiment
         if not experiment.spec.shares_devices:
             return None
         shift = experiment.record.device_shift
-        trainer, rollouts = (self._registry.device_reports(experiment.id, kind) for kind in SHARERS)
+        lends = experiment.spec.resources.lending is not None
+        trainer, rollouts = (self._registry.device_reports(experiment.id, kind, is_lending=lends) for kind in SHARERS)
         keepers = who_holds(shift, trainer, rollouts)
         what = f"{holder_of(shift)} waits for devices that {', '.join(keepers)} has not released (shift {shift})"
         return ("devices", what) if keepers else None

@@ -45,6 +45,7 @@ class ServiceFacts:
         peers: addresses of rollouts that keep the image which this one lacks.
         node: a trainer's place in a job on several hosts.
         token: of a trainer's assignment.
+        is_lent: computes on the trainer's devices, of all rollouts it alone, where these are lent.
     """
 
     service_id: str
@@ -55,6 +56,7 @@ class ServiceFacts:
     peers: tuple[str, ...] = ()
     node: JobNode | None = None
     token: str | None = None
+    is_lent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class ExperimentFacts:
         policy_checksum: of the image that was committed as ``policy_version``; None for the initial weights.
         policy_digest: of the weights in it; None for the initial ones.
         device_shift: where trainer and rollouts share devices: the number of the shift.
+        is_lending: these are shared with lent rollouts alone.
         may_hold: who may load its weights in it; None while others have not released theirs.
         last_change: id of the newest live change; None without one.
         agent_token: of the agents that its rollouts start; None where they start none.
@@ -86,6 +89,7 @@ class ExperimentFacts:
     policy_checksum: str | None = None
     policy_digest: str | None = None
     device_shift: int | None = None
+    is_lending: bool = False
     may_hold: ServiceKind | None = None
     last_change: str | None = None
     agent_token: str | None = None
@@ -158,7 +162,7 @@ def _common(service: ServiceFacts, experiment: ExperimentFacts | None) -> Desire
         policy_digest=experiment.policy_digest if is_rollout else None,
         weights_url=weights_url(experiment) if is_rollout else None,
         hold_version=experiment.hold_version if is_rollout else None,
-        device=_device_order(service.kind, experiment),
+        device=_device_order(service, experiment),
     )
     # Exclude the remaining seconds of a notice, which change all the time; include its end.
     content = answer.model_dump(mode="json", exclude={"tag": True, "notice_seconds": True, "assignment": {"spec"}})
@@ -166,10 +170,11 @@ def _common(service: ServiceFacts, experiment: ExperimentFacts | None) -> Desire
     return answer.model_copy(update={"tag": digest([content, experiment.spec_digest, *ends])})
 
 
-def _device_order(kind: ServiceKind, experiment: ExperimentFacts) -> DeviceOrder | None:
-    if experiment.device_shift is None or kind not in SHARERS:
+def _device_order(service: ServiceFacts, experiment: ExperimentFacts) -> DeviceOrder | None:
+    has_own = experiment.is_lending and service.kind is ServiceKind.ROLLOUT and not service.is_lent
+    if experiment.device_shift is None or service.kind not in SHARERS or has_own:
         return None
-    return DeviceOrder(shift=experiment.device_shift, may_hold=kind is experiment.may_hold)
+    return DeviceOrder(shift=experiment.device_shift, may_hold=service.kind is experiment.may_hold)
 
 
 class DesiredStates:
@@ -182,7 +187,7 @@ class DesiredStates:
 
     def __init__(self) -> None:
         self._experiment: ExperimentFacts | None = None
-        self._answers: dict[tuple[ServiceKind, bool], DesiredState] = {}
+        self._answers: dict[tuple[ServiceKind, bool, bool], DesiredState] = {}
         self._own: dict[str, tuple[ServiceFacts, PublicationOrder | None, DesiredState]] = {}
         self._manifest: tuple[Manifest, str] | None = None
 
@@ -213,7 +218,7 @@ class DesiredStates:
         return _with_own(answer, order, manifest_digest, _urls(service, answer))
 
     def _shared(self, service: ServiceFacts, experiment: ExperimentFacts | None) -> DesiredState:
-        key = (service.kind, service.is_draining)
+        key = (service.kind, service.is_draining, service.is_lent)
         answer = self._answers.get(key)
         if answer is None:
             answer = self._answers[key] = _common(service, experiment)

@@ -117,6 +117,11 @@ class LiveService:
         """What it is assigned to."""
         return self.record.experiment_id
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether it is a rollout that computes on a trainer's devices, while these are lent."""
+        return self.kind is ServiceKind.ROLLOUT and self.capabilities.is_lent
+
     def works_for(self, experiment_id: str) -> bool:
         """Whether it says that it works for this experiment, whatever it is assigned to."""
         is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FINISHED, WorkState.FAILED}
@@ -132,9 +137,10 @@ class LiveService:
         """What matters for its desired state, ``now`` by the registry's clock."""
         notices = [notice for notice in (self.leaving, self.drained) if notice is not None]
         if not notices:
-            return ServiceFacts(self.id, self.kind, self.is_draining)
+            return ServiceFacts(self.id, self.kind, self.is_draining, is_lent=self.is_lent)
         first = min(notices, key=lambda notice: notice.ends_at)
-        return ServiceFacts(self.id, self.kind, self.is_draining, first.until, max(0.0, first.ends_at - now))
+        left = max(0.0, first.ends_at - now)
+        return ServiceFacts(self.id, self.kind, self.is_draining, first.until, left, is_lent=self.is_lent)
 
     @property
     def is_draining(self) -> bool:
@@ -214,12 +220,22 @@ class Registry:
         services = self._assigned.get(experiment_id, {}).values()
         return [service for service in services if kind is None or service.kind is kind]
 
-    def device_reports(self, experiment_id: str, kind: ServiceKind) -> dict[str, DeviceReport | None]:
+    def device_reports(
+        self, experiment_id: str, kind: ServiceKind, *, is_lending: bool = False
+    ) -> dict[str, DeviceReport | None]:
         """Return what the services of a kind have on the experiment's shared devices, by service id.
 
         Those that were released and have not yet let go are among them; what others claim counts for nothing.
+
+        Args:
+            experiment_id: whose devices.
+            kind: of service.
+            is_lending: of rollouts the lent ones alone are on them.
         """
-        reports = {each.id: each.observed.device for each in self.of(experiment_id, kind)}
+        sharers = self.of(experiment_id, kind)
+        if is_lending and kind is ServiceKind.ROLLOUT:
+            sharers = [each for each in sharers if each.is_lent]
+        reports = {each.id: each.observed.device for each in sharers}
         for each in self:
             held = each.observed.device
             is_former = each.kind is kind and (each.is_restored or each.released_from == experiment_id)

@@ -13,7 +13,7 @@ from flotilla.shared.schemas.service import DeviceReport, ServiceKind
 FIRST_SHIFT = 1
 SHARERS = (ServiceKind.TRAINER, ServiceKind.ROLLOUT)
 PATIENCE_SECONDS = 60.0
-"""How long a trainer that could train waits for rollouts that still have work; then they hand that over."""
+"""How long a trainer that could train waits for rollouts on which its groups depend."""
 
 Reports = Mapping[str, DeviceReport | None]
 """By service id; None of one that has not said anything yet."""
@@ -28,12 +28,14 @@ class Need:
         is_pinned: an evaluation is under way or due: its version is served until it ends.
         is_publishing: a version is on its way.
         waited_seconds: how long the trainer has wanted the devices in this shift.
+        patience_seconds: how long it waits for rollouts that still have work; then they hand that over.
     """
 
     rollouts_work: bool
     is_pinned: bool = False
     is_publishing: bool = False
     waited_seconds: float = 0.0
+    patience_seconds: float = PATIENCE_SECONDS
 
 
 def holder_of(shift: int) -> ServiceKind:
@@ -59,7 +61,7 @@ def next_shift(shift: int, trainer: Reports, rollouts: Reports, need: Need) -> i
         return shift if is_needed or not has_work else shift + 1
     if not is_wanted or need.is_pinned:
         return shift
-    return shift + 1 if not need.rollouts_work or need.waited_seconds >= PATIENCE_SECONDS else shift
+    return shift + 1 if not need.rollouts_work or need.waited_seconds >= need.patience_seconds else shift
 
 
 def wants(shift: int, trainer: Iterable[DeviceReport | None]) -> bool | None:

@@ -75,6 +75,7 @@ async def diagnosis(experiment_id: str, gateway: Gateway) -> DiagnosisView:
         ),
         rules=await views_of(gateway.store, experiment, measured.rule_points),
         health=tuple(HealthFinding.model_validate(each) for each in experiment.record.health or ()),
+        lending=gateway.scheduler.lent.told(experiment) if experiment.is_active else None,
     )
 
 

@@ -69,7 +69,10 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
         # A step that ends while the experiment is stopped is reported by its metrics alone.
         gateway.repository.stage_step(change, experiment, batch.step)
         stage_answer(change, answer)
-    gateway.measurements.of(experiment).add_step(gateway.clock.monotonic(), batch.step, batch.values)
+    measured = gateway.measurements.of(experiment)
+    measured.add_step(gateway.clock.monotonic(), batch.step, batch.values)
+    if (lending := experiment.spec.resources.lending) is not None:
+        measured.lending.add_step(batch.values, lending)
     return answer
 
 

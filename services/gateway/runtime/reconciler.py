@@ -151,7 +151,8 @@ class Reconciler:
                 )
 
     def _is_ready(self, experiment: Experiment) -> bool:
-        ready = [s for s in self._registry.of(experiment.id) if _is_ready(s, experiment.id)]
+        # A lent rollout has nothing to work on while the trainer needs its devices.
+        ready = [s for s in self._registry.of(experiment.id) if not s.is_lent and _is_ready(s, experiment.id)]
         quotas = quotas_of(experiment.spec)
         return all(sum(s.kind is kind for s in ready) >= quota.min for kind, quota in quotas.items())
 

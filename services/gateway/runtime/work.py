@@ -96,16 +96,25 @@ class ExperimentWork:
             rules = Rules(experiment, parts.repository, parts.commands, parts.events, parts.store, parts.clock, points)
             lanes.append(rules.run())
         if experiment.spec.shares_devices:
-            shifts = Shifts(
-                experiment, parts.repository, parts.registry, parts.publications, parts.clock, feeder_status
-            )
-            lanes.append(shifts.run())
+            lanes.append(self._shifts(experiment).run())
         if held_out is not None:
             written = None if experiment.spec.written_answers is None else WrittenAnswers(experiment.spec)
             take_in = parts.samples.of(experiment).add
             evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written, take_in)
             lanes.append(_evaluate(evaluator, written))
         await signals.run_together(*map(asyncio.create_task, lanes))
+
+    def _shifts(self, experiment: Experiment) -> Shifts:
+        parts = self._parts
+        return Shifts(
+            experiment,
+            parts.repository,
+            parts.registry,
+            parts.publications,
+            parts.clock,
+            parts.feeder_status.of(experiment),
+            parts.measurements.of(experiment).lending,
+        )
 
     async def _stop_without(self, experiment: Experiment, source: Experiment) -> None:
         """Stop an experiment whose source has ended and left no groups for another step."""

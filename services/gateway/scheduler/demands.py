@@ -217,7 +217,7 @@ def _demand(experiment_id: str, facts: DemandFacts) -> Demand:
         is_paused=facts.state is ExperimentState.PAUSED,
         engine=engine_to_start(spec),
         needs=needs_of(spec),
-        shares_devices=spec.shares_devices,
+        shares_devices=spec.shares_devices and spec.resources.lending is None,
         hearers=facts.hearers,
     )
 

@@ -100,6 +100,7 @@ class WhyLeave(StrEnum):
     SHARE = "it is more than the experiment's fair share of the surplus"
     MAXIMUM = "the experiment has more than its maximum"
     FLOOR = "a rollout whose machine is not taken away can have its place"
+    TRAINER = "the trainer whose devices it is lent is on another host now"
 
 
 @dataclass(frozen=True, slots=True)

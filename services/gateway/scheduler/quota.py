@@ -6,7 +6,7 @@ until it says that it is done or its notice is over. Only then is it released, a
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.membership.fleet import Fleet
@@ -16,6 +16,7 @@ from flotilla.services.gateway.records.repository import Experiment, ExperimentR
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.scheduler.demands import Candidate, Demand, Demands, Has, decided
 from flotilla.services.gateway.scheduler.devices import counts_of, others, owners_of
+from flotilla.services.gateway.scheduler.lending import LentDevices
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave, place
 from flotilla.services.gateway.store.records import ServiceRecord
 from flotilla.shared.clock import Clock
@@ -159,6 +160,8 @@ class Candidates:
         known: dict[str, tuple[Facts, Candidate]] = {}
         for service in services:
             record = service.record
+            if service.is_lent:
+                continue  # it goes where its host's trainer goes: ``lending.py``
             # A draining trainer keeps its place until it is idle: an experiment never has two.
             if record.is_draining and not (service.kind is ServiceKind.TRAINER and record.experiment_id is not None):
                 continue
@@ -183,6 +186,7 @@ class Scheduler:
     """Gives services to experiments.
 
     Args:
+        why_lent: says why an experiment lends the trainer's devices now, or why not.
         unfair_seconds: how long a share must be unfair before services move: a process that dies and comes back
             within it moves no service.
         notice_seconds: how long a service that is asked to leave may take.
@@ -195,6 +199,7 @@ class Scheduler:
         fleet: Fleet,
         events: EventLog,
         clock: Clock,
+        why_lent: Callable[[Experiment], str],
         *,
         unfair_seconds: float,
         notice_seconds: float,
@@ -204,6 +209,7 @@ class Scheduler:
         self._fleet = fleet
         self._events = events
         self._clock = clock
+        self.lent = LentDevices(registry, repository, why_lent)
         self._unfair_seconds = unfair_seconds
         self._notice_seconds = notice_seconds
         self._unfair_since: float | None = None
@@ -219,7 +225,8 @@ class Scheduler:
                 if is_done or service.leaving.ends_at <= self._clock.monotonic():
                     await self._fleet.release(service, service.leaving.reason)
         num_returned = self._fleet.returning.num_assigned
-        demands, candidates, placement = self._place()
+        demands, candidates, placed = self._place()
+        placement = self.lent.with_lent(placed)
         await self._ask_to_leave(placement)
         # Sandboxes first: a reward looks for its experiment's when it starts.
         services = self._registry if placement.assigned else ()
@@ -331,7 +338,7 @@ class Scheduler:
         targets = placement.targets.get(experiment.id, {})
         kinds = {}
         for kind, quota in demand.quotas.items():
-            services = self._registry.of(experiment.id, kind)
+            services = [each for each in self._registry.of(experiment.id, kind) if not each.is_lent]
             kinds[kind.value] = KindShare(
                 min=quota.min,
                 max=quota.max,
@@ -347,6 +354,7 @@ class Scheduler:
             priority=demand.priority,
             kinds=kinds,
             waiting=why_waiting(experiment.id, placement, demands, candidates) or why_below_floor(demand, candidates),
+            lending=self.lent.told(experiment),
         )
 
 

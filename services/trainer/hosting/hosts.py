@@ -51,7 +51,7 @@ def reason_not_shared(spec: ExperimentSpec) -> str | None:
     if spec.optimisation.compile_layers:
         return "optimisation.compile_layers makes programs of its own layers"
     if spec.shares_devices:
-        return "resources.sharing time moves the base away"
+        return f"{spec.resources.turns} moves the base away"
     return None
 
 

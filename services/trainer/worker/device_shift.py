@@ -7,6 +7,7 @@ next; it releases them when the shift has ended and nothing uses them. Without a
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from flotilla.shared.errors import Unavailable
@@ -39,6 +40,8 @@ class DeviceShift:
         self._is_moving = False
         self._wanted = 0
         self._changed = asyncio.Event()
+        self._left_at: float | None = None
+        self._away_seconds = self._back_seconds = 0.0
 
     def report(self) -> DeviceReport | None:
         """Say what is held and wanted; None before the first order."""
@@ -73,6 +76,10 @@ class DeviceShift:
         """Wait for the device, and keep it until ``release``; always True. Whoever has it may acquire it again."""
         self._wanted += 1
         self._look()
+        began = time.monotonic()
+        if self._left_at is not None:
+            self._away_seconds += began - self._left_at
+            self._left_at = None
         try:
             while not self._is_held or self._is_moving:
                 self._changed.clear()
@@ -80,7 +87,14 @@ class DeviceShift:
         except BaseException:
             self.release()
             raise
+        self._back_seconds += time.monotonic() - began
         return True
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Return for how long others had it while nobody here wanted it, and for how long it was waited for, since the
+        last call."""
+        taken, self._away_seconds, self._back_seconds = (self._away_seconds, self._back_seconds), 0.0, 0.0
+        return taken
 
     def release(self) -> None:
         """Need it no longer; it is kept until the shift ends."""
@@ -123,10 +137,12 @@ class DeviceShift:
         return None
 
     async def _give(self) -> None:
+        self._left_at = time.monotonic()
         try:
             await self._offload()
         except Unavailable as error:
             log.warning("the device cannot be released", extra={"error": error.detail})
+            self._left_at = None
             self._on_failure(Failure(component="device", cause=error.detail, fatal=False))
             await asyncio.sleep(RETRY_SECONDS)
             return

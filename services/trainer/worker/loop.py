@@ -130,13 +130,14 @@ class TrainingLoop:
     async def _with_device(self, work: Callable[[], Awaitable[None]]) -> bool:
         """Do what needs the weights while this trainer has the device; False if the loop shall end before that.
 
-        A shift ends with a version that every engine has: what wakes then loads it, and no other before.
+        Where all engines take turns a shift ends with a version that each of them has: what wakes then loads it, and no
+        other before.
         """
         if not await self._control.unless_stopped(self._device.acquire()):
             return False
         try:
             await work()
-            if self._device.is_shared:
+            if self._device.is_shared and self._learner.spec.resources.lending is None:
                 await self._control.unless_stopped(self._publisher.settled())
         finally:
             self._device.release()
@@ -150,6 +151,8 @@ class TrainingLoop:
             return
         computed = time.monotonic()
         values = self._describe_groups(planned, version)
+        if self._device.is_shared:
+            values["time/lent_seconds"], values["time/device_seconds"] = self._device.take_seconds()
         values["time/compute_cores"] = (time.process_time() - cpu) / (computed - started)
         self._watch.check(result, step)
         changes = self._planner.live.trained_with(version)

@@ -193,11 +193,20 @@ def _leaves(changes: Document, path: str = "") -> Iterable[str]:
             yield here
 
 
+def _why_fixed(key: ChangedKey) -> str | None:
+    """Return why a key of ``resources`` cannot change, unlike others of that section."""
+    if key.path in {"resources.trainer.devices", "resources.rollouts.devices"}:
+        return f"{key.before} cannot be changed once an experiment was created: what it computes on is decided"
+    if key.path == "resources.sharing" or key.path.startswith("resources.lending"):
+        return "cannot change while trainer and rollouts are at work, who were told whose devices these are"
+    return None
+
+
 def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str | None:
     """Return why a key that can change otherwise cannot in this experiment."""
     path = key.path
-    if path in {"resources.trainer.devices", "resources.rollouts.devices"}:
-        return f"{key.before} cannot be changed once an experiment was created: what it computes on is decided"
+    if (why := _why_fixed(key)) is not None:
+        return why
     if path.startswith("rollout.") and spec.rollout.agents is not None:
         return "cannot change while agents sample, who were told the present one"
     if path.startswith(("rollout.", *FILTERS)) and (spec.finished_job is not None or spec.data.holds_groups):

@@ -66,17 +66,20 @@ def check_quantisation(model: ModelConfig, offload: OffloadConfig, *, compiles_l
         )
 
 
-def check_offload(offload: OffloadConfig, *, shares_devices: bool, has_adapters: bool, needs_reference: bool) -> None:
+def check_offload(offload: OffloadConfig, *, turns: str | None, has_adapters: bool, needs_reference: bool) -> None:
     """Check that what is offloaded is there, and not moved by something else as well.
+
+    Args:
+        turns: the key by which the trainer leaves its device at times; as of ``ResourcesConfig.turns``.
 
     Raises:
         ValueError: it is not, or is.
     """
     moved = [name for name in offload.chosen if name != "activations"]
-    if moved and shares_devices:
+    if moved and turns is not None:
         raise ValueError(
-            f"parallelism.offload.{moved[0]} and resources.sharing time both move what the trainer has off its "
-            "device: leave one of both out"
+            f"parallelism.offload.{moved[0]} and {turns} both move what the trainer has off its device: leave one of "
+            "both out"
         )
     if offload.reference and (has_adapters or not needs_reference):
         why = "the reference is the model without model.lora" if has_adapters else "no reference model is used"

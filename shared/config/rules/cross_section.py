@@ -55,7 +55,7 @@ def check_sections(spec: Sections) -> None:
     check_quantisation(spec.model, spec.parallelism.offload, compiles_layers=spec.optimisation.compile_layers)
     check_offload(
         spec.parallelism.offload,
-        shares_devices=spec.shares_devices,
+        turns=spec.resources.turns,
         has_adapters=spec.model.lora is not None,
         needs_reference=spec.needs_reference,
     )
@@ -90,7 +90,7 @@ def check_sections(spec: Sections) -> None:
 
 def _weights(spec: Sections) -> None:
     publication = spec.asynchrony.publication
-    check_engine_group(spec.rollout.engine, publication, shares_devices=spec.shares_devices)
+    check_engine_group(spec.rollout.engine, publication, turns=spec.resources.turns)
     if spec.model.lora is not None and max(spec.parallelism.tensor_parallel, spec.parallelism.expert_parallel) > 1:
         raise ValueError(
             "parallelism.tensor_parallel and expert_parallel divide the layers that transformers' plans name, and "
@@ -151,14 +151,13 @@ def _overrides(spec: Sections) -> None:
 
 
 def _sharing(spec: Sections) -> None:
-    if not spec.shares_devices:
+    turns, engine = spec.resources.turns, spec.rollout.engine
+    if turns is None:
         return
-    engine = spec.rollout.engine
     if spec.data.holds_groups:
         name = "data.dump" if spec.data.dump is not None else "data.from"
         raise ValueError(
-            f"resources.sharing time lets trainer and rollouts take turns, and training from {name} needs no "
-            "rollouts: leave it out"
+            f"{turns} lets trainer and rollouts take turns, and training from {name} needs no rollouts: leave it out"
         )
     if not spec.trains or spec.finished_job is not None:
         kind, why = (
@@ -166,9 +165,8 @@ def _sharing(spec: Sections) -> None:
             if spec.finished_job is None
             else (spec.finished_job.kind, "training needs no rollouts")
         )
-        raise ValueError(
-            f"resources.sharing time lets trainer and rollouts take turns, and with job.kind {kind} {why}: leave it out"
-        )
+        raise ValueError(f"{turns} lets trainer and rollouts take turns, and with job.kind {kind} {why}: leave it out")
+    _lending(spec)
     if EngineCapability.SLEEP not in engine.CAPABILITIES:
         raise ValueError(
             f"resources.sharing time needs an engine that can sleep, which rollout.engine.kind {engine.kind} cannot: "
@@ -186,13 +184,35 @@ def _sharing(spec: Sections) -> None:
         )
     if spec.rollout.agents is not None:
         raise ValueError(
-            "resources.sharing time puts the engine to sleep between two shifts, and rollout.agents lets agents ask it "
-            "at any time: remove one of the two"
+            f"{turns} puts the engine to sleep between two shifts, and rollout.agents lets agents ask it at any time: "
+            "remove one of the two"
         )
-    if spec.asynchrony.publication.overlap_load:
+    if spec.asynchrony.publication.overlap_load and spec.resources.lending is None:
         raise ValueError(
-            "asynchrony.publication.overlap_load has no effect while resources.sharing is time, since the engine is "
-            "asleep when new weights come: leave it out"
+            f"asynchrony.publication.overlap_load has no effect with {turns}, since the engine is asleep when new "
+            "weights come: leave it out"
+        )
+
+
+def _lending(spec: Sections) -> None:
+    if spec.resources.lending is None:
+        return
+    engine = spec.rollout.engine
+    if engine.kind != "torch":
+        raise ValueError(
+            "resources.lending puts engines to sleep and wakes them within a step, which is done with "
+            f"rollout.engine.kind torch alone, not with {engine.kind}: use torch, or leave lending out"
+        )
+    if spec.parallelism.nodes > 1:
+        raise ValueError(
+            f"resources.lending lends the devices of one host, and parallelism.nodes is {spec.parallelism.nodes}: "
+            "leave one of the two out"
+        )
+    if engine.threads == "auto" and not engine.device.startswith("cuda"):
+        raise ValueError(
+            "resources.lending lends cores that the trainer leaves idle, and with rollout.engine.threads auto rollouts "
+            "of its host take these by themselves: set threads to a number, rollout.engine.device to cuda, or leave "
+            "lending out"
         )
 
 

@@ -48,7 +48,7 @@ def _whole_at_server(spec: Sections, engine: ServerEngineConfig) -> str | None:
             "sample keeps the adapters that it began with"
         )
     if spec.shares_devices:
-        return "resources.sharing time has the server read whole weights when it wakes"
+        return f"{spec.resources.turns} has the server read whole weights when it wakes"
     if spec.model.lora is not None and spec.model.lora.rank > MAX_ADAPTER_RANK:
         return f"model.lora.rank {spec.model.lora.rank} is above the {MAX_ADAPTER_RANK} that vLLM has room for"
     return None
@@ -98,13 +98,13 @@ def decide_publication(spec: Sections, rollouts: Mapping[str, Collection[str]]) 
     return ("adapters", None) if why is None else ("merged", why)
 
 
-def check_engine_group(engine: EngineConfig, publication: PublicationConfig, *, shares_devices: bool) -> None:
+def check_engine_group(engine: EngineConfig, publication: PublicationConfig, *, turns: str | None) -> None:
     """Check what else a spec asks for, where its engines are members of the weight group.
 
     Args:
         engine: of the rollouts.
         publication: how weights reach them.
-        shares_devices: whether trainer and rollouts take turns on the same devices.
+        turns: the key by which trainer and rollouts take turns on the same devices.
 
     Raises:
         ValueError: they cannot be, or it has no effect then.
@@ -122,10 +122,10 @@ def check_engine_group(engine: EngineConfig, publication: PublicationConfig, *, 
             f"{name} sends whole tensors, which engines load: leave asynchrony.publication.delta out, or set "
             "update_weights_from to disk"
         )
-    if shares_devices:
+    if turns is not None:
         raise ValueError(
-            f"{name} needs trainer and engines on different devices at the same time: set resources.sharing to none, "
-            "or update_weights_from to disk"
+            f"{name} needs trainer and engines on different devices at the same time: leave {turns} out, or set "
+            "update_weights_from to disk"
         )
     if (stages := pipeline_stages(engine.options)) > 1:
         raise ValueError(

@@ -65,6 +65,21 @@ class Sharing(StrEnum):
     TIME = "time"
 
 
+class LendingConfig(Config):
+    """When the trainer's devices are lent: to rollouts of the pool ``lent`` on its host, while it waits for groups.
+
+    These sample beside the rollouts that have devices of their own, hand over what is unfinished as soon as a step's
+    groups are there, and free their memory. What lending costs and brings is measured from step to step.
+    """
+
+    when_waiting: float = Field(0.3, gt=0, lt=1)
+    """Lend once the trainer waited for groups for at least this share of its time, and for longer in each step than it
+    takes to get the devices back."""
+    over_steps: int = Field(4, ge=2, le=64)
+    """Steps that are looked at before anything is lent, and then with it: where they are no shorter, nothing is lent
+    for four times as many."""
+
+
 class ResourcesConfig(Config):
     """Quotas. The trainer is always one, and always stays.
 
@@ -84,6 +99,9 @@ class ResourcesConfig(Config):
     """none: trainer and rollouts compute side by side, and each has its memory all the time. time: they take turns on
     the same devices. While rollouts sample, the trainer's weights and optimiser are in the host's memory (on a CPU: in
     a file); while it trains, the engines have no weights and no KV cache. For an engine that can sleep."""
+    lending: LendingConfig | None = None
+    """The trainer's devices are lent to rollouts of the pool ``lent`` while it waits; null: they never are. For the
+    embedded engine, on one host."""
     weight: float = Field(1.0, gt=0, le=1000)
     """Share of the surplus: an experiment of weight 2 gets twice as much of it as one of weight 1."""
     priority: int = Field(0, ge=-100, le=100)
@@ -93,6 +111,22 @@ class ResourcesConfig(Config):
     """Bound on each of the experiment's streams in the Redis server's memory, by its own estimate: while a stream
     takes more, nothing is issued, and nothing is claimed that would be forwarded to it. The groups of one step must
     fit; where those of the steps since the last checkpoint leave no room for them, the next one is made early."""
+
+    @property
+    def turns(self) -> str | None:
+        """By which key the trainer takes turns with rollouts on its devices; None: it has them all the time."""
+        if self.sharing is Sharing.TIME:
+            return "resources.sharing time"
+        return None if self.lending is None else "resources.lending"
+
+    @model_validator(mode="after")
+    def _all_rollouts_take_turns_or_some(self) -> Self:
+        if self.sharing is Sharing.TIME and self.lending is not None:
+            raise ValueError(
+                "resources.lending lends the trainer's devices to rollouts beside others, and with resources.sharing "
+                "time all rollouts compute on them: leave one of the two out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weight_has_something_to_share(self) -> Self:

@@ -407,6 +407,7 @@ ELSEWHERE: Final = {
     ("docs/troubleshooting.md", "flotilla"): "as on docs/debug.md",
     ("docs/elasticity.md", "flotilla rollout"): "as on README.md",
     ("docs/elasticity.md", "flotilla rollout --pool spot"): "as on README.md; tests/unit/service/test_notices.py",
+    (SCHEDULING, "flotilla rollout --pool lent"): "as on README.md; tests/faults/test_lending.py",
     ("docs/elasticity.md", "flotilla costs arithmetic"): "tests/unit/cli/test_costs.py",
     ("docs/scale.md", "python -m benchmarks.scale"): "a benchmark of minutes",
     **{("docs/security.md", 'docker compose exec redis valkey-cli -u "$(cat secrets/redis-url-operator)" '

@@ -35,6 +35,7 @@ from flotilla.shared.schemas.publication import (
     TensorSpec,
 )
 from flotilla.shared.schemas.service import (
+    LENT,
     Capabilities,
     DesiredState,
     DeviceReport,
@@ -109,6 +110,7 @@ class Scripted:
 
     kind = ServiceKind.SANDBOX
     streams = StreamsConfig()
+    pool: str | None = None
 
     def __init__(self, gateway_url: str, redis_url: str) -> None:
         self.client = GatewayClient(gateway_url, TOKEN)
@@ -128,7 +130,7 @@ class Scripted:
             address=f"http://127.0.0.1:9/{incarnation}",
             host=socket.gethostname(),
             pid=os.getpid(),
-            capabilities=Capabilities(transports=("gloo",), live_changes=True),
+            capabilities=Capabilities(transports=("gloo",), live_changes=True, pool=self.pool),
             incarnation=incarnation,
         )
         self.membership = Membership(self.client, registration, self.observe, self.apply, poll_seconds=5.0)
@@ -283,6 +285,21 @@ class ScriptedRollout(Scripted):
                 await hop.forward(claim, a_group(task, version=self.version))
 
 
+class LentRollout(ScriptedRollout):
+    """Has no engine before it has had the trainer's devices."""
+
+    pool = LENT
+
+    def begin(self, experiment_id: str) -> None:
+        super().begin(experiment_id)
+        self.version = None
+
+    def take(self, desired: DesiredState) -> None:
+        if self.version is None and desired.device is not None and desired.device.may_hold:
+            self.version = 0
+        super().take(desired)
+
+
 class ScriptedReward(Scripted):
     """Grades the first answer of each group as right and the others as wrong."""
 
@@ -385,9 +402,13 @@ class ScriptedTrainer(Scripted):
             await self.publish(experiment_id, version + 1, step)
             await queue.commit([step])
             self.step, self.version = step, version + 1
-            body = {"step": step, "version": version + 1, "values": {"loss": 1.0 / step}}
+            body = {"step": step, "version": version + 1, "values": self.figures(step)}
             await self._call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
             self.end_turn()
+
+    def figures(self, step: int) -> dict[str, float]:
+        """What it reports of a step."""
+        return {"loss": 1.0 / step}
 
     async def publish(self, experiment_id: str, version: int, step: int) -> None:
         path = f"/v1/experiments/{experiment_id}/publications"

@@ -105,3 +105,16 @@ async def test_a_fleet_is_up_once_all_have_registered(tmp_path: Path, monkeypatc
 
     async with fleet:
         assert fleet.pid_of("trainer") is not None
+
+
+def test_a_fleet_that_lends_has_one_more_rollout_on_the_devices_of_its_trainer(tmp_path: Path) -> None:
+    fleet = LocalFleet(FleetOptions(tmp_path, lends=True), lambda _: None)
+
+    fleet._add_services(
+        {"PATH": "/bin"}, {"trainer": [{"FLOTILLA_DEVICES": "1"}], "rollout": [{"FLOTILLA_DEVICES": "0"}]}
+    )
+
+    started = {each.spec.name: each.spec.environment for each in fleet._processes}
+    assert list(started) == ["trainer", "rollout-0", "rollout-lent", "reward", "sandbox"]
+    assert [started[name].get("FLOTILLA_POOL") for name in ("rollout-0", "rollout-lent")] == [None, "lent"]
+    assert [started[name]["FLOTILLA_DEVICES"] for name in ("rollout-0", "rollout-lent")] == ["0", "1"]

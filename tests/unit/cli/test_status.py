@@ -76,6 +76,12 @@ def test_what_is_wrong_and_what_is_waited_for_is_said_once() -> None:
     ]
 
 
+def test_what_is_lent_is_said_with_the_reason() -> None:
+    share = a_share("first-1", "").model_copy(update={"lending": "the trainer has its devices: 2 of 4 steps were seen"})
+
+    assert remarks([], [share]) == ["lending  first-1: the trainer has its devices: 2 of 4 steps were seen"]
+
+
 def test_what_was_wrong_with_an_experiment_that_ended_long_ago_is_not_said_again() -> None:
     problem = Problem(component="trainer", cause="out of memory", at="2026-03-01T12:00:00Z")
     dead = a_view(

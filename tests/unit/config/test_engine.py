@@ -101,7 +101,7 @@ DISTRIBUTED = {"kind": "sglang", "update_weights_from": "distributed"}
         ({}, {"asynchrony": {"publication": {"transport": "pull"}}}, "publication.transport pull does not"),
         ({}, {"asynchrony": {"publication": {"transport": "shared_memory"}}}, "shared_memory does not"),
         ({}, {"asynchrony": {"publication": {"delta": {}}}}, "leave asynchrony.publication.delta out"),
-        ({}, {"resources": {"sharing": "time"}}, "set resources.sharing to none"),
+        ({}, {"resources": {"sharing": "time"}}, "leave resources.sharing time out"),
         ({"options": {"pp-size": 2}}, {}, "the 2 stages of pp_size"),
     ],
 )

@@ -60,3 +60,21 @@ def test_a_live_change_keeps_what_it_does_not_name() -> None:
 
     assert (changed.resources.rollouts.min, changed.resources.rollouts.max, changed.resources.weight) == (2, None, 2.0)
     assert changed.model_copy(update={"resources": spec.resources}) == spec
+
+
+@pytest.mark.parametrize(
+    ("before", "section"),
+    [
+        ({}, {"sharing": "time"}),
+        ({}, {"lending": {"over_steps": 8}}),
+        ({"lending": {}}, {"lending": None}),
+        ({"lending": {}}, {"lending": {"when_waiting": 0.9}}),
+    ],
+)
+def test_whose_the_devices_are_cannot_change_while_services_are_at_work(
+    before: dict[str, Any], section: dict[str, Any]
+) -> None:
+    spec = validate_spec(a_document(resources=before, rollout={"engine": {"threads": 1}}))
+
+    with pytest.raises(InvalidSpec, match="who were told whose devices these are"):
+        changed_live(spec, {"resources": section})

@@ -221,3 +221,19 @@ def test_a_rollout_that_lacks_the_version_is_told_who_else_has_it() -> None:
     assert told.weights_peers == ("http://a/v1/weights/3", "http://b/v1/weights/3")
     assert others.weights_peers == ()
     assert told.tag != others.tag
+
+
+@pytest.mark.parametrize(
+    ("service", "may_hold"),
+    [(TRAINER, False), (replace(ROLLOUT, is_lent=True), True), (ROLLOUT, None)],
+    ids=["the trainer", "a lent rollout", "one that has devices of its own"],
+)
+def test_of_rollouts_the_lent_ones_alone_take_turns_where_devices_are_lent(
+    service: ServiceFacts, may_hold: bool | None
+) -> None:
+    facts = replace(FACTS, device_shift=2, is_lending=True, may_hold=ServiceKind.ROLLOUT)
+
+    states = DesiredStates()
+    states.of(TRAINER, facts), states.of(ROLLOUT, facts)
+    for order in (desired(service, facts).device, states.of(service, facts).device):
+        assert (None if order is None else order.may_hold) == may_hold

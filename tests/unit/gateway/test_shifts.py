@@ -110,6 +110,7 @@ async def test_the_gateway_lets_nobody_load_before_all_others_have_released_and_
         gateway.publications,
         clock,
         gateway.feeder_status.of(experiment),
+        gateway.measurements.of(experiment).lending,
     )
 
     async def told(service_id: str, device: DeviceReport) -> DeviceOrder:

@@ -112,3 +112,22 @@ async def test_a_full_disk_is_named_and_the_release_tried_again(monkeypatch: pyt
         await rig.until(report(2, held=False))
 
         assert [failure and failure.cause for failure in rig.failures] == ["no room", None]
+
+
+async def test_it_is_measured_how_long_others_had_the_device_and_how_long_it_was_waited_for() -> None:
+    async with a_rig() as rig:
+        async with rig.device.in_use():
+            pass
+        lent, back = rig.device.take_seconds()
+        assert lent == 0.0 and back < 1.0
+
+        rig.order(2, may_hold=False)
+        await rig.until(report(2, held=False))
+        using = asyncio.create_task(rig.device.acquire())
+        await rig.until(report(2, held=False, wanted=True))
+        rig.order(3, may_hold=True)
+        await using
+
+        lent, back = rig.device.take_seconds()
+        assert lent > 0.0 and back > 0.0
+        assert rig.device.take_seconds() == (0.0, 0.0)

@@ -24,6 +24,7 @@ from flotilla.services.gateway.monitoring.bottleneck import MIN_LOOKS, Bottlenec
 from flotilla.services.gateway.monitoring.conditions import Seen
 from flotilla.services.gateway.monitoring.health.gaps import gap_series
 from flotilla.services.gateway.monitoring.health.window import HealthWindow
+from flotilla.services.gateway.monitoring.lending import Lending
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository, PerExperiment
 from flotilla.services.gateway.registry.services import LiveService
 from flotilla.services.gateway.store.base import Store
@@ -156,6 +157,7 @@ class Measurements:
         asked: when an agent from outside last asked for an episode.
         rule_points: of the series that rules watch.
         latest: values of the last step that was reported, of ``SHOWN_VALUES``.
+        lending: whether the trainer's devices are worth lending, where the spec lets them be.
     """
 
     window: Window = field(default_factory=Window)
@@ -165,6 +167,7 @@ class Measurements:
     outcomes: Outcomes = field(default_factory=Outcomes)
     rule_points: Seen = field(default_factory=Seen)
     latest: dict[str, float] = field(default_factory=dict)
+    lending: Lending = field(default_factory=Lending)
 
     def add_step(self, at: float, step: int, values: Mapping[str, float]) -> None:
         """Record a step's metrics.

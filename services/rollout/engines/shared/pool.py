@@ -41,7 +41,7 @@ def reason_not_shared(spec: ExperimentSpec) -> str | None:
     if spec.exactness is not None:
         return f"exactness {spec.exactness} computes by another forward"
     if spec.shares_devices:
-        return "resources.sharing time puts the engine to sleep"
+        return f"{spec.resources.turns} puts the engine to sleep"
     if spec.data.images is not None:
         return "data.images needs another forward"
     if spec.algorithm.router_replay == "R3":

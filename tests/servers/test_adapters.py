@@ -1,6 +1,5 @@
 """A real vLLM server that adds adapters itself has the log-probabilities of the merged weights, token by token."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from flotilla.services.rollout.engines.servers.settings import AdapterSettings
 from flotilla.services.rollout.engines.vllm.engine import VllmAdapters, VllmDialect
 from flotilla.shared.config.sections.asynchrony import OnWeightUpdate
 from flotilla.shared.errors import WeightsDiverged, WorkerDied
-from tests.contract.engine.conftest import server_settings, until_running
+from tests.contract.engine.conftest import begin_running, server_settings
 from tests.contract.engine.models import make_model, merged, save_adapters, save_long_model, scores
 from tests.contract.engine.requests import a_request
 from tests.servers.test_server import CONTEXT, PROMPT
@@ -81,8 +80,8 @@ async def test_versions_are_those_of_the_merged_weights_and_a_request_in_flight_
     assert {run for each in seen for run in each.versions} == {(0, 2)}
     assert await engine.load_proved(images[3], 3, INTERRUPT, "digest"), "it tells its weights and its adapters"
     seen = [*seen, *await engine.generate(a_request(PROMPT, seeds=(1, 2), max_new_tokens=24))]
-    sampling = asyncio.create_task(engine.generate(a_request(PROMPT, seeds=(3, 4), max_new_tokens=300)))
-    await until_running(engine, running=2, new_tokens=6)
+    in_flight = a_request(PROMPT, seeds=(3, 4), max_new_tokens=300)
+    sampling = await begin_running(engine, in_flight, running=2, new_tokens=6)
     assert await engine.load_proved(images[4], 4, INTERRUPT, "digest")
     over = await sampling
     assert all([version for _, version in each.versions] == [3, 4] for each in over), [each.versions for each in over]

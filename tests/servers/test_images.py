@@ -28,7 +28,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import Group
-from tests.contract.engine.conftest import begin_running, python_of, server_settings, until_running
+from tests.contract.engine.conftest import begin_running, python_of, server_settings
 from tests.integration.trainer.test_images_agree import CPU, a_trajectory
 from tests.vision_models import IMAGE_TOKEN, KINDS, SPECIAL, a_picture, save_vision_model
 
@@ -206,8 +206,7 @@ async def test_what_is_interrupted_goes_on_with_its_images(
     engine: ServerEngine, folder: Path, other: Path, asked: Asked
 ) -> None:
     prompt = asked(FIRST, OTHER, seeds=(1, 2), new_tokens=400)
-    task = await begin_running(engine, prompt[1], running=2)
-    await until_running(engine, running=2, new_tokens=40)
+    task = await begin_running(engine, prompt[1], running=2, new_tokens=40)
 
     await engine.load_weights(other / "model.safetensors", 4, OnWeightUpdate.INTERRUPT)
 

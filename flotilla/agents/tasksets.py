@@ -14,8 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
+
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
 from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.client.bearer_client import tls_context
 
 TASK = "verifiers_task"
 """Column of the rows that has the task's data, as JSON."""
@@ -129,7 +132,18 @@ class TasksetAgent:
 @asynccontextmanager
 async def serving(environment: Any) -> AsyncIterator[TasksetAgent]:
     """Hold what the environment's episodes share; each has a relay of its own, which ends with it and its key."""
+    from verifiers.v1.clients import eval as relayed
+
+    relayed.build_async_httpx = _connections
     async with environment.serving():
         # A shared relay keeps a client for each endpoint and key until all ends.
         environment._interception = None
         yield TasksetAgent(environment)
+
+
+def _connections(config: Any) -> httpx.AsyncClient:
+    """Make a relay's client as the package does, but for authorities: it would read them anew for every episode."""
+    from verifiers.v1.clients.base import DEFAULT_LIMITS
+
+    timeout = httpx.Timeout(**config.timeout.model_dump())
+    return httpx.AsyncClient(timeout=timeout, limits=DEFAULT_LIMITS, verify=tls_context())

@@ -1,16 +1,19 @@
 """What an episode of verifiers 0.4 comes to: a reward, or none, and never a zero for what failed beside the policy."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from flotilla.agents.episodes import Episode, EpisodeLost, Verdict
-from flotilla.agents.tasksets import KEY, TASK, TasksetAgent, has_tasksets
+from flotilla.agents.tasksets import KEY, TASK, TasksetAgent, has_tasksets, serving
 from flotilla.shared.errors import InvalidSpec
+from flotilla.shared.net.client.bearer_client import tls_context
 
 
 class Data:
@@ -122,3 +125,23 @@ def test_which_of_both_is_installed_is_seen(monkeypatch: pytest.MonkeyPatch, has
     monkeypatch.setitem(sys.modules, "verifiers", package)
 
     assert has_tasksets() is not has_environments
+
+
+async def test_the_relays_of_all_episodes_read_the_authorities_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("verifiers", "verifiers.v1", "verifiers.v1.clients", "verifiers.v1.clients.base")
+    package = {name: ModuleType(name) for name in (*names, "verifiers.v1.clients.eval")}
+    for name, module in package.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    relayed = package["verifiers.v1.clients.eval"]
+    vars(package["verifiers.v1.clients"])["eval"] = relayed
+    vars(package["verifiers.v1.clients.base"])["DEFAULT_LIMITS"] = httpx.Limits(max_connections=7)
+    config = SimpleNamespace(timeout=SimpleNamespace(model_dump=lambda: {"timeout": 9.0}))
+    environment = SimpleNamespace(serving=contextlib.nullcontext, taskset=Tasks())
+
+    async with serving(environment):
+        clients = [vars(relayed)["build_async_httpx"](config) for _ in range(2)]
+
+    pools = [each._transport._pool for each in clients]
+    assert [each.timeout for each in clients] == [httpx.Timeout(9.0)] * 2
+    assert [each._ssl_context for each in pools] == [tls_context()] * 2
+    assert [each._max_connections for each in pools] == [7, 7]

@@ -7,6 +7,7 @@ the box is closed: it then has one way out, to one address (``relay.py``).
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import shutil
@@ -19,17 +20,21 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from flotilla.agents.relay import INSIDE, SOCKET, relaying
+from flotilla.services.sandbox.trees import remove_tree
 from flotilla.shared.errors import InvalidSpec, Unavailable
+
+log = logging.getLogger(__name__)
 
 ORDERS: Final = "/.orders"
 WAY_OUT: Final = "/.relay"
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LINKS: Final = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 NAMES: Final = (
-    "passwd", "group", "hosts", "resolv.conf", "nsswitch.conf", "services", "protocols", "localtime", "ssl", "pki",
+    "passwd", "group", "hosts", "resolv.conf", "nsswitch.conf", "services", "protocols", "localtime", "ssl/certs",
+    "ssl/cert.pem", "ssl/openssl.cnf", "pki/tls/certs", "pki/tls/cert.pem", "pki/tls/openssl.cnf", "pki/ca-trust",
     "ca-certificates", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "mime.types",
 )  # fmt: skip
-"""What of ``/etc`` is in a box."""
+"""What of ``/etc`` is in a box: of certificates those that are public, for a box of root reads what root does."""
 MOUNTS: Final = {"tests": "/tests", "agent": "/logs/agent", "verifier": "/logs/verifier"}
 """Folders that both sides see, by name: a box cannot put a link in their place, and the first is read there only."""
 LOOP: Final = (
@@ -99,12 +104,13 @@ class Box:
         shutil.copytree(source, self._folder / name, symlinks=True, dirs_exist_ok=True)
 
     def clear(self, name: str, *files: str) -> None:
-        """Remove files from one of ``MOUNTS``."""
+        """Remove files from one of ``MOUNTS``, whatever rights the box has left there."""
+        (self._folder / name).chmod(0o755)
         for path in (self._folder / name / file for file in files):
             try:
                 path.unlink(missing_ok=True)
             except IsADirectoryError:
-                shutil.rmtree(path)
+                remove_tree(path)
 
     def read(self, name: str, file: str) -> str | None:
         """Read a file in one of ``MOUNTS``, its end if it is long; None where there is none, or it is a link."""
@@ -175,7 +181,14 @@ async def open_box(
             await process.wait()
     finally:
         if keep is None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(_remove, folder)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        log.warning("a box's folder is left", extra={"folder": str(folder), "error": str(error)})
 
 
 async def _open_way_out(box: Box) -> None:
@@ -191,25 +204,31 @@ def furnish(folder: Path, copies: Sequence[tuple[Path, PurePosixPath]]) -> None:
     """Make the folders of a box, and copy files and folders into its root: links as links, and never through one.
 
     Raises:
-        InvalidSpec: a copy's place is outside of the root, or a link is on the way to it.
+        InvalidSpec: a copy's place is outside of the root, a link is on the way to it, or something else is there.
     """
     for name in ("root", "orders", "relay", *MOUNTS):
         (folder / name).mkdir()
     for name in ("root", "tmp", "logs/artifacts"):
         (folder / "root" / name).mkdir(parents=True)
     for source, target in copies:
-        _copy(source, folder / "root", target)
+        try:
+            _copy(source, folder / "root", target)
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, shutil.SpecialFileError) as error:
+            raise InvalidSpec(f"{source.name} cannot be copied to {target}: {error}") from error
 
 
 def _copy(source: Path, root: Path, target: PurePosixPath) -> None:
-    place = root
-    for part in target.parts[1:]:
+    is_folder = source.is_dir() and not source.is_symlink()
+    place, parts = root, target.parts[1:]
+    if not is_folder and root.joinpath(*parts).is_dir():
+        parts = (*parts, source.name)
+    for part in parts:
         if not place.is_dir():
             place.mkdir()
         place /= part
         if part == ".." or place.is_symlink():
             raise InvalidSpec(f"{source.name} cannot be copied to {target}: it leads out of the box, or through a link")
-    if source.is_symlink() or not source.is_dir():
+    if not is_folder:
         shutil.copy2(source, place, follow_symlinks=False)
         return
     place.mkdir(exist_ok=True)

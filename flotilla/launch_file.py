@@ -19,12 +19,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from flotilla.shared.children.processes import tie_to_parent, without_secrets
+from flotilla.shared.children.processes import tie_to_parent
 from flotilla.shared.config.base.model import Config
 from flotilla.shared.config.load.overrides import Override, apply, in_environment, on_command_line, with_origins
 from flotilla.shared.config.load.paths import resolve_paths
 from flotilla.shared.config.load.spec_text import invalid_spec, parse_document, validate_spec
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.environment.secret_variables import without_secrets
 from flotilla.shared.errors import InvalidSpec, WorkerDied
 from flotilla.shared.models.hub import fetched
 

@@ -22,6 +22,7 @@ from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.rows import write_rows
 from flotilla.agents.tasksets import has_tasksets, load_taskset, rows_of_taskset, serving
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, new_client, rows_of
+from flotilla.shared.environment.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import IPNetwork, networks_from
 from flotilla.shared.errors import FlotillaError, InvalidRequest, InvalidSpec
 from flotilla.shared.net.client.bearer_client import tls_context
@@ -146,12 +147,13 @@ def main() -> int:
     """Play until the experiment has ended; the token is FLOTILLA_TOKEN."""
     logging.basicConfig(level=logging.WARNING)
     arguments = _parser().parse_args()
+    token = os.environ.get("FLOTILLA_TOKEN")
+    # Agents, environments and what they start are others' code: each episode has a key of its own.
+    forget_secrets()
     try:
         if "output" in arguments:
             print(_write(arguments), "rows")
             return 0
-        # What plays, and what that starts, has the keys of episodes.
-        token = os.environ.pop("FLOTILLA_TOKEN", None)
         if not token:
             print("FLOTILLA_TOKEN is not set: the fleet's, or a token of the scope agent", file=sys.stderr)
             return 2

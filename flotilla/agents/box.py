@@ -220,7 +220,7 @@ def furnish(folder: Path, copies: Sequence[tuple[Path, PurePosixPath]]) -> None:
 def _copy(source: Path, root: Path, target: PurePosixPath) -> None:
     is_folder = source.is_dir() and not source.is_symlink()
     place, parts = root, target.parts[1:]
-    if not is_folder and root.joinpath(*parts).is_dir():
+    if not is_folder and (root / str(target).lstrip("/")).is_dir():
         parts = (*parts, source.name)
     for part in parts:
         if not place.is_dir():

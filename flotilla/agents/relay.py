@@ -20,6 +20,8 @@ PORT: Final = 47080
 SOCKET: Final = "socket"
 CONNECT_SECONDS: Final = 10.0
 MOST_BYTES: Final = 64 * 1024
+MOST_CONNECTIONS: Final = 32
+"""Of one box at a time: each holds two of this process's descriptors, which other boxes need too. Further ones wait."""
 
 INSIDE: Final = f"""
 import os, socket, sys, threading
@@ -80,9 +82,14 @@ async def _serve(listening: socket.socket, url: str) -> None:
     parts = urlsplit(url)
     secure = tls_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
+    places = asyncio.Semaphore(MOST_CONNECTIONS)
 
     async def answer(accepted: socket.socket) -> None:
-        reader, writer = await asyncio.open_unix_connection(sock=accepted)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=accepted)
+        except OSError:
+            accepted.close()
+            return
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 from_there, to_there = await asyncio.open_connection(parts.hostname, port, ssl=secure)
@@ -97,8 +104,9 @@ async def _serve(listening: socket.socket, url: str) -> None:
 
     async with asyncio.TaskGroup() as connections:
         while True:
+            await places.acquire()
             accepted, _ = await asyncio.get_running_loop().sock_accept(listening)
-            connections.create_task(answer(accepted))
+            connections.create_task(answer(accepted)).add_done_callback(lambda _: places.release())
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

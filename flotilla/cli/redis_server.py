@@ -25,7 +25,8 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from flotilla.cli.processes import restarts_of_fleet
-from flotilla.shared.children.processes import tie_to_parent, without_secrets
+from flotilla.shared.children.processes import tie_to_parent
+from flotilla.shared.environment.secret_variables import without_secrets
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.net.server.ports import lasting_port
 from flotilla.shared.streams.redis.connection import MINIMUM_VERSION, check_server

@@ -30,7 +30,8 @@ with collecting_later():
     )
     from flotilla.services.gateway.standby import DatabaseWatch, StandbyGateway
     from flotilla.services.gateway.store.sql import SqlStore
-from flotilla.shared.children.processes import die_with_parent, forget_secrets
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.environment.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import (
     ServiceSettings,
     allows_volatile_redis,

@@ -26,9 +26,9 @@ from flotilla.shared.children.processes import (
     kill,
     reap,
     unheard,
-    without_secrets,
 )
 from flotilla.shared.concurrency.cancelling import to_the_end
+from flotilla.shared.environment.secret_variables import without_secrets
 from flotilla.shared.host.control_groups import count_memory_kills
 
 LAST_WORDS_SECONDS = 1.0

@@ -11,7 +11,8 @@ from functools import partial
 
 from fastapi import FastAPI
 
-from flotilla.shared.children.processes import die_with_parent, end_after, forget_secrets
+from flotilla.shared.children.processes import die_with_parent, end_after
+from flotilla.shared.environment.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import ServiceSettings, gateway_urls, read_for_libraries, read_settings
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import arm_process

@@ -6,7 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from flotilla.shared.children.processes import die_with_parent, forget_secrets
+from flotilla.shared.children.processes import die_with_parent
+from flotilla.shared.environment.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import ServiceSettings, read_settings
 from flotilla.shared.errors import ClaimLost, FlotillaError, InvalidRequest, ModelError
 from flotilla.shared.telemetry.logging import configure_logging

@@ -9,10 +9,11 @@ from typing import Self
 from pydantic import ValidationError
 
 from flotilla.services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
-from flotilla.shared.children.processes import READ_BYTES, python_module, without_secrets
+from flotilla.shared.children.processes import READ_BYTES, python_module
 from flotilla.shared.children.spawning import Child, spawn
 from flotilla.shared.config.base.model import Threads
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
+from flotilla.shared.environment.secret_variables import without_secrets
 from flotilla.shared.host.cores import usable_cores
 from flotilla.shared.schemas.service import JobNode
 

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 
-from flotilla.shared.children.processes import SECRETS, forget_secrets, without_secrets
+from flotilla.shared.environment.secret_variables import SECRETS, forget_secrets, without_secrets
 
 CHILD = "import os, sys; sys.stdout.write(repr(dict(os.environ)))"
 SERVICE = (
     "import subprocess, sys\n"
     "from pathlib import Path\n"
-    "from flotilla.shared.children.processes import forget_secrets\n"
+    "from flotilla.shared.environment.secret_variables import forget_secrets\n"
     "forget_secrets()\n"
     "print(Path('/proc/self/environ').read_bytes())\n"
     f"print(subprocess.run([sys.executable, '-c', {CHILD!r}], capture_output=True, text=True).stdout)\n"

@@ -41,6 +41,7 @@ def test_what_cannot_be_played_here_is_said_in_a_sentence(
     monkeypatch.setattr(box, "why_not", lambda: "bwrap is not installed")
 
     assert said(monkeypatch, "harbor-rows", str(tmp_path), str(tmp_path / "rows.jsonl")) == 2
+    monkeypatch.setenv("FLOTILLA_TOKEN", "t")
     assert said(monkeypatch, "harbor", str(tmp_path), "experiment", "--harness", "true") == 2
 
     refused = capsys.readouterr().err.splitlines()
@@ -78,3 +79,22 @@ def test_the_first_of_many_errors_is_said() -> None:
     first = InvalidSpec("this")
 
     assert agents.first_of(ExceptionGroup("all", [ExceptionGroup("lanes", [first]), InvalidSpec("that")])) is first
+
+
+def test_what_others_code_plays_with_finds_no_token_of_the_fleet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = list[object]()
+
+    async def run(_: object, token: str) -> int:
+        seen.extend([token, os.environ.get("FLOTILLA_TOKEN"), os.environ.get("FLOTILLA_REDIS_URL")])
+        return 3
+
+    monkeypatch.setenv("FLOTILLA_TOKEN", "t")
+    monkeypatch.setenv("FLOTILLA_REDIS_URL", "redis://:secret@here")
+    monkeypatch.setattr(agents, "_run", run)
+
+    assert said(monkeypatch, "verifiers", "any", "experiment") == 0
+
+    assert capsys.readouterr().out == "3 episodes\n"
+    assert seen == ["t", None, None]

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
-from flotilla.agents.relay import SOCKET, relaying, url_inside
+from flotilla.agents.relay import MOST_CONNECTIONS, SOCKET, relaying, url_inside
 
 
 async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -44,6 +45,26 @@ async def test_a_connection_that_is_open_ends_with_the_box(tmp_path: Path) -> No
         with contextlib.suppress(ConnectionResetError):
             assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
+
+
+async def test_a_box_holds_few_of_this_processs_descriptors_however_many_connections_it_opens(tmp_path: Path) -> None:
+    async with await asyncio.start_server(upper, "127.0.0.1", 0) as server:
+        before = len(os.listdir("/proc/self/fd"))
+        async with relaying(tmp_path, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"):
+            many = [await asyncio.open_unix_connection(tmp_path / SOCKET) for _ in range(3 * MOST_CONNECTIONS)]
+            await asyncio.sleep(0.2)
+            # Of each connection one end is the test's, and the server's beside the relay's two.
+            held = len(os.listdir("/proc/self/fd")) - before - len(many)
+            for _, writer in many[:-1]:
+                writer.close()
+            reader, last = many[-1]
+            last.write(b"last")
+            last.write_eof()
+            answered = await asyncio.wait_for(reader.read(), 10)
+            last.close()
+
+    assert held <= 3 * MOST_CONNECTIONS + 2
+    assert answered == b"LAST", "a further one has its turn when others have ended"
 
 
 def test_an_address_has_its_path_inside() -> None:

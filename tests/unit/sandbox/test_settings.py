@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.services.sandbox.__main__ import sandbox_settings
 from flotilla.services.sandbox.settings import SandboxSettings
-from flotilla.shared.children.processes import without_secrets
+from flotilla.shared.environment.secret_variables import without_secrets
 from flotilla.shared.errors import InvalidRequest
 
 TOKEN = "a token that is long enough"

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import math
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +16,15 @@ import httpx
 from flotilla.shared.environment.settings import gateway_urls
 from flotilla.shared.errors import NotLeading
 from flotilla.shared.net.client.bearer_client import tls_context
-from flotilla.shared.schemas.episode import MAX_METRICS
+from flotilla.shared.schemas.episode import MAX_METRICS, MAX_NAME
 
 log = logging.getLogger(__name__)
 
 NO_MORE = frozenset({401, 403, 404, 409})
 """Statuses that no patience changes: the experiment has ended, or the token is not for it."""
+AWAY = frozenset({0, 502, 503, 504})
+"""Statuses of a gateway that is not there, or of one that does not lead."""
+COMPLETE_SECONDS = 60.0
 WAIT_SECONDS = 20.0
 PAUSE_SECONDS = 1.0
 REQUEST_SECONDS = 600.0
@@ -90,9 +95,26 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
         except EpisodeLost as error:
             log.warning("episode given up", extra={"episode": episode.id, "error": str(error)})
             continue
-        body = {"reward": verdict.reward, "metrics": dict(islice(verdict.metrics.items(), MAX_METRICS))}
-        status, _ = await gateways.post(f"/v1/episodes/{episode.id}/complete", episode.key, body)
+        if not math.isfinite(verdict.reward):
+            log.warning("episode given up", extra={"episode": episode.id, "error": f"its reward is {verdict.reward}"})
+            continue
+        status, found = await _complete(gateways, episode, verdict)
+        if status != 200:
+            facts = {"episode": episode.id, "status": status, "detail": found.get("detail")}
+            log.warning("the episode's reward was not taken", extra=facts)
         done += status == 200
+
+
+async def _complete(gateways: "Gateways", episode: Episode, verdict: Verdict) -> "Answer":
+    """End an episode with its reward; a gateway that is away for a moment does not cost the work of an hour."""
+    told = {name[:MAX_NAME]: value for name, value in verdict.metrics.items() if math.isfinite(value)}
+    body = {"reward": verdict.reward, "metrics": dict(islice(told.items(), MAX_METRICS))}
+    key, end = uuid.uuid4().hex, time.monotonic() + COMPLETE_SECONDS
+    while True:
+        answer = await gateways.post(f"/v1/episodes/{episode.id}/complete", episode.key, body, key)
+        if answer[0] not in AWAY or time.monotonic() > end:
+            return answer
+        await asyncio.sleep(PAUSE_SECONDS)
 
 
 Answer = tuple[int, dict[str, Any]]
@@ -107,13 +129,14 @@ class Gateways:
         self._client = client
         self._at = 0
 
-    async def post(self, path: str, token: str, body: Mapping[str, Any]) -> Answer:
+    async def post(self, path: str, token: str, body: Mapping[str, Any], key: str | None = None) -> Answer:
         """Post JSON; return status and answer, status 0 where no gateway gives one.
 
-        A gateway that gives no answer may have done what was asked: the next one is told by the call's idempotency key.
+        A gateway that gives no answer may have done what was asked: the next one is told by the call's idempotency key,
+        which is a new one where none is given.
         """
         answer: Answer = (0, {})
-        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": uuid.uuid4().hex}
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": key or uuid.uuid4().hex}
         for _ in self._urls:
             asked = self._at
             answer = await self._post(f"{self._urls[asked]}{path}", headers, body)

@@ -155,7 +155,7 @@ def rewards_of(written: str, where: str) -> dict[str, float]:
     try:
         found: Any = json.loads(written) if written.lstrip().startswith("{") else {"reward": written}
         rewards = {str(name): float(value) for name, value in found.items()}
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise EpisodeLost(f"{where} is no number and no object of numbers: {error}") from error
     if not rewards or not all(map(math.isfinite, rewards.values())):
         raise EpisodeLost(f"{where} has no finite numbers: {written[:200]!r}")

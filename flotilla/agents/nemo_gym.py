@@ -9,7 +9,7 @@ Source: NeMo Gym 0.4, ``responses_api_agents/simple_agent/app.py`` and ``nemo_gy
 import http.cookiejar
 import json
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ ROW = "nemo_gym"
 MOST_BYTES = 64 << 20
 """Of an answer of a server that is looked for in networks: it repeats all that was said."""
 PARTS = ("input_text", "output_text", "text")
+LATER = frozenset({408, 425, 429})
+"""Statuses that say nothing of the row."""
 
 
 class _Params(TolerantWire):
@@ -37,13 +39,18 @@ class _Params(TolerantWire):
 
     input: str | tuple[dict[str, Any], ...]
     instructions: str | None = None
-    tools: tuple[object, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     parallel_tool_calls: bool | None = None
 
     @property
     def items(self) -> list[Any]:
         """The input as items."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(self.input)
+
+    @property
+    def names(self) -> set[Any]:
+        """Names of the tools."""
+        return {each.get("name") for each in self.tools}
 
 
 class _Row(TolerantWire):
@@ -122,8 +129,9 @@ class NemoGymAgent:
         line = episode.task["metadata"].get(ROW)
         if not isinstance(line, str):
             raise InvalidSpec(f"the rows have no column {ROW}: nemo-gym-rows writes it")
-        row, session = json.loads(line), _Session(self._url, self._client)
+        row = json.loads(line)
         params = _Row.model_validate(row).responses_create_params
+        session = _Session(self._url, self._client, params.names)
         await session.must("seed_session", row)
         response, outputs, steps = None, list[Any](), 0
         while self._max_steps is None or steps < self._max_steps:
@@ -156,10 +164,16 @@ def _metrics(verified: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, f
 
 
 class _Session:
-    """One episode's session: the cookies that the server gave."""
+    """One episode's session: the cookies that the server gave.
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
-        self._url, self._client = url, client
+    Args:
+        url: of the server.
+        client: for it.
+        tools: which of the server's paths the policy may call: not those that seed and verify.
+    """
+
+    def __init__(self, url: str, client: httpx.AsyncClient, tools: Collection[Any]) -> None:
+        self._url, self._client, self._tools = url, client, tools
         self._cookies = httpx.Cookies()
 
     async def must(self, path: str, body: Any) -> Any:
@@ -170,9 +184,14 @@ class _Session:
             InvalidSpec: it does not take the row.
         """
         answer = await self._post(path, body)
+        if answer.status_code in LATER:
+            raise EpisodeLost(f"{self._url}/{path}: {answer.status_code}: {answer.text[:500]}")
         if 400 <= answer.status_code < 500:
             raise InvalidSpec(f"{self._url}/{path} does not take the row ({answer.status_code}): {answer.text[:500]}")
-        return answer.json()
+        try:
+            return answer.json()
+        except (ValueError, RecursionError) as error:
+            raise EpisodeLost(f"{self._url}/{path} answered what is no JSON: {answer.text[:200]}") from error
 
     async def call(self, item: _Item) -> str:
         """Call a tool; what the policy did wrong is what it is told.
@@ -180,9 +199,13 @@ class _Session:
         Raises:
             EpisodeLost: the server failed.
         """
+        if item.name not in self._tools:
+            return json.dumps({"error": f"There is no tool {item.name[:100]!r}"})
         try:
             arguments = json.loads(item.arguments)
-        except ValueError as error:
+            # Python reads more than JSON is: what cannot be sent is the policy's error, too.
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
             return json.dumps({"error": f"Invalid tool call arguments: {error!r}"})
         return (await self._post(item.name, arguments)).text
 

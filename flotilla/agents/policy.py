@@ -31,7 +31,10 @@ async def ask_policy(
     except httpx.HTTPError as error:
         raise EpisodeLost(repr(error)) from error
     if answer.status_code == 200:
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EpisodeLost(f"an answer that is no JSON: {answer.text[:200]}") from error
     if not is_first and any(f'"{code}"' in answer.text for code in ENDS):
         return None
     raise EpisodeLost(f"{answer.status_code}: {answer.text[:500]}")

@@ -10,7 +10,8 @@ from flotilla.shared.schemas.wire import TolerantWire
 
 LONGEST_WAIT_SECONDS: Final = 30.0
 MAX_METRICS: Final = 32
-MetricName = Annotated[str, Field(max_length=200)]
+MAX_NAME: Final = 200
+MetricName = Annotated[str, Field(max_length=MAX_NAME)]
 
 
 class OpenEpisode(TolerantWire):

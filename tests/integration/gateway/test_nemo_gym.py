@@ -128,7 +128,7 @@ async def test_max_steps_ends_an_episode_which_is_then_verified(tmp_path: Path) 
     assert [path for path, _ in asked] == ["seed_session", "increment_counter", "verify"]
 
 
-async def play_against(app: FastAPI, policy: Mapping[str, Any], row: Any = None) -> Any:
+async def play_against(app: FastAPI, policy: Mapping[str, Any], row: Any = None, max_steps: int | None = None) -> Any:
     """Play one episode whose policy answers one thing."""
     answers = FastAPI()
 
@@ -137,7 +137,7 @@ async def play_against(app: FastAPI, policy: Mapping[str, Any], row: Any = None)
         return policy
 
     metadata = {ROW: json.dumps(a_row(3))} if row is None else row
-    async with an_agent(app) as agent, served(answers) as url:
+    async with an_agent(app, max_steps) as agent, served(answers) as url:
         return await agent(Episode("e1", "key", f"{url}/v1", "policy", {"metadata": metadata}))
 
 
@@ -151,6 +151,49 @@ CALLS = {
 async def test_a_server_that_fails_loses_the_episode_and_is_never_a_zero(broken: str, policy: dict[str, Any]) -> None:
     with pytest.raises(EpisodeLost, match=f"{broken}: 503"):
         await play_against(a_counter(**{broken: 503}), policy)
+
+
+@pytest.mark.parametrize("status", [408, 429])
+async def test_a_server_that_is_busy_loses_the_episode_and_not_all(status: int) -> None:
+    with pytest.raises(EpisodeLost, match=f"verify: {status}"):
+        await play_against(a_counter(verify=status), SAYS)
+
+
+async def test_a_server_that_answers_what_is_no_json_loses_the_episode() -> None:
+    app = FastAPI()
+
+    @app.post("/{path}")
+    async def answer(path: str) -> Response:
+        return Response("<html>")
+
+    with pytest.raises(EpisodeLost, match="no JSON: <html>"):
+        await play_against(app, SAYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("verify", '{"response": {}}', "no tool 'verify'"),
+        ("seed_session", '{"initial_count": 3}', "no tool 'seed_session'"),
+        ("../admin", "{}", "no tool '../admin'"),
+        ("a\nb", "{}", "no tool"),
+        ("increment_counter", "[" * 5000, "Invalid tool call arguments"),
+        ("increment_counter", '{"count": NaN}', "Invalid tool call arguments"),
+        ("increment_counter", '{"count": 1e999}', "Invalid tool call arguments"),
+        ("increment_counter", '{"count": "\\ud800"}', "Invalid tool call arguments"),
+    ],
+)
+async def test_the_policy_calls_the_rows_tools_alone_and_ends_nothing_by_what_it_writes(
+    name: str, arguments: str, told: str
+) -> None:
+    asked = list[tuple[str, Any]]()
+    call = {"type": "function_call", "name": name, "call_id": "c", "arguments": arguments}
+
+    verdict = await play_against(a_counter(asked), {"output": [call]}, max_steps=1)
+
+    assert [path for path, _ in asked] == ["seed_session", "verify"]
+    assert told in asked[1][1]["response"]["output"][1]["output"]
+    assert verdict.reward == 1.0
 
 
 async def test_a_server_that_is_not_there_loses_the_episode() -> None:

@@ -1,8 +1,14 @@
-"""Agents' calls go to the gateway that leads."""
+"""Agents' calls go to the gateway that leads, and what was played is not lost for a gateway's sake."""
+
+import json
+import math
+from typing import Any
 
 import httpx
+import pytest
 
-from flotilla.agents.episodes import Gateways
+from flotilla.agents import episodes
+from flotilla.agents.episodes import Gateways, Verdict
 
 
 async def test_of_several_gateways_the_one_that_leads_is_asked_and_kept() -> None:
@@ -44,3 +50,54 @@ async def test_the_next_gateway_can_tell_a_call_that_it_is_asked_again() -> None
             assert await gateways.post("/v1/episodes/e/complete", "t", {"reward": 1.0}) == (200, {})
 
     assert len(keys) == 3 and keys[0] == keys[1] != keys[2]
+
+
+async def completed(*verdicts: Verdict, statuses: tuple[int, ...] = (200,)) -> tuple[int, list[tuple[str, Any]]]:
+    """Play an episode for each verdict; returns how many were complete, and what was told with which key."""
+    given, left, told = list(verdicts), list(statuses), list[tuple[str, Any]]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/complete"):
+            told.append((request.headers["idempotency-key"], json.loads(request.content)))
+            return httpx.Response(left.pop(0) if len(left) > 1 else left[0], json={"detail": "why"})
+        if not given:
+            return httpx.Response(404, json={})
+        fields = {"episode_id": "e", "key": "k", "base_url": "http://g/v1", "model": "m", "task": {}}
+        return httpx.Response(201, json=fields)
+
+    async def play(_: object) -> Verdict:
+        return given.pop(0)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        return await episodes._play(Gateways("http://g", client), "experiment", "t", play), told
+
+
+async def test_a_reward_is_told_again_until_a_gateway_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "PAUSE_SECONDS", 0.0)
+
+    done, told = await completed(Verdict(1.0), statuses=(503, 502, 200))
+
+    assert done == 1
+    assert len(told) == 3 and len({key for key, _ in told}) == 1, "it is one call"
+
+
+async def test_a_reward_that_nobody_takes_is_given_up_and_one_that_is_refused_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(episodes, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(episodes, "COMPLETE_SECONDS", 0.0)
+
+    away, _ = await completed(Verdict(1.0), statuses=(503,))
+    refused, told = await completed(Verdict(1.0), statuses=(422,))
+
+    assert away == refused == 0 and len(told) == 1
+    assert [getattr(each, "status", None) for each in caplog.records][-1] == 422
+
+
+async def test_what_is_no_number_is_no_reward_and_no_metric_and_ends_nothing() -> None:
+    metrics = {"a" * 300: 1.0, "odd": math.inf, "none": math.nan}
+
+    done, told = await completed(Verdict(math.nan), Verdict(0.5, metrics))
+
+    assert done == 1
+    assert [body for _, body in told] == [{"reward": 0.5, "metrics": {"a" * 200: 1.0}}]

@@ -169,7 +169,13 @@ def test_rewards_are_read_as_harbor_reads_them(written: str, rewards: dict[str, 
     assert rewards_of(written, "reward.txt") == rewards
 
 
-@pytest.mark.parametrize("written", ["", "nan", "yes", "{}", '{"reward": "high"}', '{"reward": 1e999}', "{", "[1]"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "", "nan", "yes", "{}", '{"reward": "high"}', '{"reward": 1e999}', "{", "[1]",
+        '{"reward": 1' + "0" * 400 + "}", '{"reward": ' + "[" * 5000,
+    ],
+)  # fmt: skip
 def test_what_is_no_number_is_no_reward(written: str) -> None:
     with pytest.raises(EpisodeLost):
         rewards_of(written, "reward.txt")

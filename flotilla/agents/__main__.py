@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import logging
 import os
 import signal
 import sys
@@ -27,6 +26,7 @@ from flotilla.shared.environment.settings import IPNetwork, networks_from
 from flotilla.shared.errors import FlotillaError, InvalidRequest, InvalidSpec
 from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.task import Lane
+from flotilla.shared.telemetry.logging import configure_logging
 
 WHAT: Mapping[str, str] = {
     "openrlhf": "AgentInstance of a file (OpenRLHF's agent_func_path)",
@@ -145,7 +145,7 @@ def _write(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     """Play until the experiment has ended; the token is FLOTILLA_TOKEN."""
-    logging.basicConfig(level=logging.WARNING)
+    configure_logging("agents", "WARNING", "plain")
     arguments = _parser().parse_args()
     token = os.environ.get("FLOTILLA_TOKEN")
     # Agents, environments and what they start are others' code: each episode has a key of its own.

@@ -12,6 +12,14 @@ from flotilla.shared.errors import InvalidSpec
 from tests.unit.agents.test_harbor_tasks import a_folder
 
 
+@pytest.fixture(autouse=True)
+def logging_configured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Keep the log of this process as it is; gives how the command would have configured it."""
+    asked = list[tuple[str, ...]]()
+    monkeypatch.setattr(agents, "configure_logging", lambda *words: asked.append(words))
+    return asked
+
+
 def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["flotilla.agents", *words])
     return agents.main()
@@ -82,7 +90,9 @@ def test_the_first_of_many_errors_is_said() -> None:
 
 
 def test_what_others_code_plays_with_finds_no_token_of_the_fleet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    logging_configured: list[tuple[str, ...]],
 ) -> None:
     seen = list[object]()
 
@@ -98,3 +108,4 @@ def test_what_others_code_plays_with_finds_no_token_of_the_fleet(
 
     assert capsys.readouterr().out == "3 episodes\n"
     assert seen == ["t", None, None]
+    assert logging_configured == [("agents", "WARNING", "plain")], "why an episode was given up is among the facts"

@@ -12,8 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flotilla.shared.host.control_groups import Mounts
+if TYPE_CHECKING:
+    from flotilla.shared.host.control_groups import Mounts
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +164,7 @@ def sweep_leftovers(parent: Path) -> None:
             os.close(lock)
 
 
-def sweep_groups(mounts: Mounts) -> None:
+def sweep_groups(mounts: "Mounts") -> None:
     """Remove control groups of this user's services that live no more, where this service makes its own.
 
     Only empty ones: the kernel removes no group with a process in it.

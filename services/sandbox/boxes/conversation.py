@@ -1,5 +1,6 @@
 """A session in a box: its cells are commands, or go to an interpreter that stays there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,8 @@ HOME: Final = ".."
 """Of the interpreter, as seen from the directory of programs."""
 END_SECONDS: Final = 5.0
 """For the interpreter to be interrupted or ended, beyond the time of a cell."""
+CODES: Final = range(-64, 256)
+"""How an interpreter may end: by an exit code, or by a signal."""
 SHELL: Final = 'if command -v bash >/dev/null 2>&1; then exec bash "$0"; fi; exec sh "$0"'
 
 
@@ -48,7 +51,7 @@ class BoxConversation:
         Raises:
             SandboxFailed: it does not start.
         """
-        work = Work((), self._limits, files)
+        work = Work((), self._limits, files, is_first=True)
         if self._is_shell:
             argv: tuple[str, ...] = ("true",)
         else:
@@ -79,17 +82,19 @@ class BoxConversation:
         return _of_interpreter(done, cell)
 
     async def _do(self, work: Work, phase: Phase, beside: dict[str, bytes]) -> Done:
-        made = Work((phase,), work.limits, work.files, beside, work.fetch, work.name)
+        made = replace(work, phases=(phase,), beside=beside)
         return await do(self._provider, self._box, made)
 
 
 def _of_interpreter(done: Done, cell: Cell) -> CellResult:
-    """Make the result of a cell of what ``ask`` has told."""
+    """Make the result of a cell of what ``ask`` has told: the cell may have written it, and says nothing else by it."""
     asked = done.phases[-1]
     said = told(done)
     outcome, code, is_alive = said.get("outcome"), said.get("code"), said.get("is_alive") is True
-    code = code if isinstance(code, int) else None
+    code = code if type(code) is int and code in CODES else None
     detail = ""
+    if outcome not in (EXITED, TIMED_OUT) or (outcome == EXITED and code is None):
+        is_alive = False
     if outcome == TIMED_OUT:
         detail = why_ended(TIMED_OUT, cell.timeout_seconds) + ("" if is_alive else "; it could not be interrupted")
     elif not is_alive:

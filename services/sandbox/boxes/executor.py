@@ -65,7 +65,7 @@ class BoxExecutor:
 
     async def run(self, slot: Slot, program: Program) -> JobResult:
         """Run a program in a box of its own; see ``Executor.run``."""
-        work = Work(program.phases, program.limits, program.files, fetch=program.fetch)
+        work = Work(program.phases, program.limits, program.files, fetch=program.fetch, is_first=True)
         seconds = sum(phase.timeout_seconds for phase in program.phases) + 2 * SLACK_SECONDS
         for attempt in range(1, ATTEMPTS + 1):
             box = await self.boxes.take(program.image, seconds)

@@ -7,17 +7,18 @@ what a command leaves behind holds nobody up, and what it prints is cut in the b
 import base64
 import io
 import json
+import math
 import secrets
 import shlex
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, OVER_LIMIT, TIMED_OUT, Phase, PhaseResult
 from flotilla.services.sandbox.guard.process import why_ended
 from flotilla.services.sandbox.limits import Limits
-from flotilla.services.sandbox.providers.base import Box, Provider
+from flotilla.services.sandbox.providers.base import Box, Cause, Provider, ProviderFailed
 
 BASE: Final = "/tmp/flotilla"  # noqa: S108  in a box, which is one caller's alone
 WORK: Final = "work"
@@ -25,6 +26,11 @@ WORK: Final = "work"
 SLACK_SECONDS: Final = 30.0
 """For unpacking, packing and the provider, beyond the time of the commands."""
 KILLED: Final = 137
+UNABLE: Final = frozenset({71, 126, 127})
+"""Exit codes of a box that cannot begin: a tool or room is missing; ``sh`` cannot be executed, or is not there."""
+BLOCK: Final = 512
+FILE_TYPES: Final = frozenset({b"0", b"\0"})
+SIZE_DIGITS: Final = frozenset(b"01234567")
 TOLD: Final = "told"
 """A file of results, for what a command has to say beside its outputs."""
 
@@ -67,6 +73,7 @@ class Work:
         beside: files beside the script, by name.
         fetch: files to return, by relative path.
         name: of the script's directory, beside that of programs.
+        is_first: whether nothing has run in the box: what is missing then was never there.
     """
 
     phases: Sequence[Phase]
@@ -75,6 +82,7 @@ class Work:
     beside: Mapping[str, bytes] = field(default_factory=dict)
     fetch: Sequence[str] = ()
     name: str = field(default_factory=lambda: secrets.token_hex(8))
+    is_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,12 +111,19 @@ async def do(provider: Provider, box: Box, work: Work) -> Done:
     packed, place = f"{BASE}-{name}.tar", f"{BASE}/{name}"
     await provider.write(box, packed, _pack(work))
     script = (
-        f'mkdir -p {BASE} && cd {BASE} && for old in */result.tar; do rm -rf "${{old%/*}}"; done; '
-        f"tar -xf {packed} && rm -f {packed} && exec sh {place}/run.sh"
+        "for tool in tar head timeout; do command -v $tool >/dev/null 2>&1 || exit 71; done; "
+        f'mkdir -p {BASE} && cd {BASE} || exit 71; for old in */result.tar; do rm -rf "${{old%/*}}"; done; '
+        f"tar -xf {packed} && rm -f {packed} || exit 71; exec sh {place}/run.sh"
     )
     code = await provider.execute(box, script, seconds)
+    if work.is_first and code in UNABLE:
+        what = "it needs sh, tar, head and timeout, and room in /tmp"
+        raise ProviderFailed(Cause.REFUSED, f"nothing can run in a box of {box.image!r} (exit code {code}): {what}")
     most = 2 * len(work.phases) * work.limits.output_bytes + work.limits.fetch_bytes + (1 << 20)
     result = await provider.read(box, f"{place}/result.tar", most) if code == 0 else None
+    if result is None:
+        # Ended by a signal, or without results, is also what a box that is taken away looks like.
+        await provider.execute(box, "exit 0", SLACK_SECONDS)
     return _read(work, result, code)
 
 
@@ -132,6 +147,7 @@ def _pack(work: Work) -> bytes:
     ]
     lines.append(f'[ -f "$here/{TOLD}" ] && head -c 4096 "$here/{TOLD}" >"$here/result/{TOLD}"')
     lines.append('tar -cf "$here/result.part" -C "$here/result" . && mv "$here/result.part" "$here/result.tar"')
+    lines.append("exit 0")
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         _add(archive, f"{name}/run.sh", "\n".join(lines).encode() + b"\n")
@@ -159,15 +175,7 @@ def _read(work: Work, result: bytes | None, code: int) -> Done:
 
     A program's files come from its box as it left them, so none of it is believed to be well formed.
     """
-    found: dict[str, bytes] = {}
-    try:
-        with tarfile.open(fileobj=io.BytesIO(result or b"")) as archive:
-            for member in archive:
-                file = archive.extractfile(member) if member.isfile() else None
-                if file is not None:
-                    found[member.name.removeprefix("./")] = file.read()
-    except (tarfile.TarError, EOFError, ValueError):
-        found = {}
+    found = dict(_plain_files(result or b""))
     phases = _phases(work, found)
     if not phases:
         detail = f"what it did cannot be read: the box's script ended with {code} and left no results"
@@ -184,6 +192,30 @@ def _read(work: Work, result: bytes | None, code: int) -> Done:
     return Done(phases, files, tuple(notes), found.get(TOLD, b""))
 
 
+def _plain_files(packed: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the files of an archive up to where it is none: names and contents.
+
+    Sizes and types are the program's word. ``tarfile`` believes them: of a sparse file of a few bytes it would make as
+    many zeros as are claimed, and a size below zero leads it backwards.
+    """
+    at = 0
+    while at + BLOCK <= len(packed):
+        name, digits, kind = (
+            packed[at : at + 100],
+            packed[at + 124 : at + 136].strip(b"\0 "),
+            packed[at + 156 : at + 157],
+        )
+        if not digits or not SIZE_DIGITS.issuperset(digits):
+            return
+        at += BLOCK
+        size = int(digits, 8)
+        if at + size > len(packed):
+            return
+        if kind in FILE_TYPES:
+            yield name.partition(b"\0")[0].decode("utf-8", "replace").removeprefix("./"), packed[at : at + size]
+        at += -(-size // BLOCK) * BLOCK
+
+
 def _phases(work: Work, found: Mapping[str, bytes]) -> tuple[PhaseResult, ...]:
     lines = found.get("meta", b"").decode("utf-8", "replace").splitlines()
     results = []
@@ -198,6 +230,8 @@ def _phases(work: Work, found: Mapping[str, bytes]) -> tuple[PhaseResult, ...]:
         try:
             code, seconds = int(words[1]), float(words[3]) - float(words[2])
         except ValueError:
+            break
+        if not (0 <= code < 256 and 0.0 <= seconds < math.inf):
             break
         is_late = code in (124, KILLED) and seconds >= phase.timeout_seconds - 0.05
         stdout, stderr = (_output(found.get(f"{phase.name}.{each}", b""), work.limits) for each in ("out", "err"))
@@ -220,6 +254,6 @@ def told(done: Done) -> "dict[str, object]":
     """Read what a command has to say beside its outputs; empty if that is nothing."""
     try:
         found = json.loads(done.told or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

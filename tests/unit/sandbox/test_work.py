@@ -3,15 +3,17 @@
 import base64
 import io
 import tarfile
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import pytest
 
+from flotilla.services.sandbox.boxes.conversation import BoxConversation
 from flotilla.services.sandbox.boxes.work import Work, do, told
-from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, OVER_LIMIT, TIMED_OUT, Phase
+from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, OVER_LIMIT, TIMED_OUT, Cell, Phase
 from flotilla.services.sandbox.limits import Limits
-from flotilla.services.sandbox.providers.base import Box, Found, Wanted
+from flotilla.services.sandbox.providers.base import Box, Cause, Found, ProviderFailed, Wanted
 
 BOX = Box("b", "b", "image", 0.0)
 PHASE = Phase("run", ("python3", "main.py"), 10.0)
@@ -117,6 +119,13 @@ async def test_results_that_the_program_took_away_or_forged_are_its_failure(resu
     assert done.files == {}
 
 
+@pytest.mark.parametrize("meta", ["run 0 nan 0", "run 0 100 0", "run 0 0 inf", "run 999 0 1", "run -9 0 1"])
+async def test_a_forged_end_that_no_command_has_is_a_failure(meta: str) -> None:
+    done = await do(Given(packed({"meta": meta.encode()})), BOX, Work((PHASE,), Limits()))
+
+    assert (done.phases[0].outcome, done.phases[0].seconds) == (OVER_LIMIT, 0.0)
+
+
 async def test_files_are_fetched_up_to_the_limit_and_links_are_not_followed() -> None:
     result = packed({"meta": b"run 0 1 2", "f0": b"abc", "f1": b"def"}, links={"f2": "/etc/passwd"})
 
@@ -134,7 +143,101 @@ async def test_an_output_is_cut_again_here() -> None:
     assert done.phases[0].output()[0] == "x" * 10 + "\n[output cut after 10 bytes]\n"
 
 
-@pytest.mark.parametrize("said", [b"", b"[1]", b"{broken", b"null"])
+def claiming(size: bytes, kind: bytes = tarfile.REGTYPE, content: bytes = b"") -> bytes:
+    """Make the head of a file whose size is what it claims, with a checksum that is right."""
+    head = bytearray(tarfile.TarInfo("meta").tobuf(tarfile.USTAR_FORMAT))
+    head[124:136], head[156:157] = size.ljust(12, b"\0"), kind
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head) + content
+
+
+def sparse(num_bytes: int) -> bytes:
+    """Make a sparse file of GNU's that claims so many bytes and has none."""
+    head = bytearray(claiming(b"0", tarfile.GNUTYPE_SPARSE))
+    head[257:265] = b"ustar  \0"
+    head[386:410] = b"%011o\0%011o\0" % (num_bytes, 0)
+    head[483:495] = b"%011o\0" % num_bytes
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    return bytes(head) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        sparse(7 << 30),
+        claiming(b"\xff" * 12, b"x"),
+        claiming(b"\xff" * 12, b"L"),
+        claiming(b"\xff" * 10 + b"\xfc\x00"),
+        claiming(b"\x80" + b"\x7f" * 11),
+        claiming(b"-0000001000"),
+        claiming(b"77777777777"),
+        claiming(b"1_0"),
+    ],
+)
+async def test_an_archive_that_lies_costs_no_memory_and_no_time(result: bytes) -> None:
+    tracemalloc.start()
+    try:
+        done = await do(Given(result), BOX, Work((PHASE,), Limits()))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert done.phases[0].outcome == OVER_LIMIT
+    assert most < 1 << 20
+
+
+class Lost(Given):
+    """A provider whose box is taken away while a program runs in it, which is seen at the next call alone."""
+
+    async def execute(self, box: Box, script: str, seconds: float) -> int:
+        if self.scripts:
+            raise ProviderFailed(Cause.LOST, "the box is gone")
+        return await super().execute(box, script, seconds)
+
+
+@pytest.mark.parametrize("code", [0, 137, 143])
+async def test_a_box_that_was_taken_away_is_no_failure_of_the_program(code: int) -> None:
+    with pytest.raises(ProviderFailed, match="gone"):
+        await do(Lost(None, code), BOX, Work((PHASE,), Limits(), is_first=True))
+
+
+@pytest.mark.parametrize("code", [71, 126, 127])
+async def test_an_image_in_which_nothing_can_run_is_no_failure_of_the_program(code: int) -> None:
+    with pytest.raises(ProviderFailed, match=r"nothing can run in a box of 'image' .*needs sh, tar") as failed:
+        await do(Given(None, code), BOX, Work((PHASE,), Limits(), is_first=True))
+
+    assert failed.value.cause is Cause.REFUSED
+    later = await do(Given(None, code), BOX, Work((PHASE,), Limits()))
+    assert later.phases[0].outcome == OVER_LIMIT, "a session may have removed it"
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome", "code", "is_alive"),
+    [
+        ('{"outcome": "exited", "code": 1, "is_alive": true}', EXITED, 1, True),
+        ('{"outcome": "timed_out", "code": 0, "is_alive": true}', TIMED_OUT, None, True),
+        ('{"outcome": "exited", "code": -9, "is_alive": false}', EXITED, -9, False),
+        ('{"outcome": "not_started", "code": 0, "is_alive": true}', EXITED, 0, False),
+        ('{"outcome": "starved", "is_alive": true}', OVER_LIMIT, None, False),
+        ('{"outcome": ["exited"], "code": {}, "is_alive": 1}', OVER_LIMIT, None, False),
+        ('{"outcome": "exited", "code": 1e9, "is_alive": true}', OVER_LIMIT, None, False),
+        ('{"outcome": "exited", "code": 123456, "is_alive": true}', OVER_LIMIT, None, False),
+    ],
+)
+async def test_a_cell_says_of_itself_how_it_ended_and_nothing_of_the_sandbox(
+    said: str, outcome: str, code: int | None, is_alive: bool
+) -> None:
+    given = Given(packed({"meta": b"run 0 1 2", "told": said.encode()}))
+
+    result = await BoxConversation(given, BOX, Limits(), is_shell=False).run(Cell("1", 10.0))
+
+    (phase,) = result.result.phases
+    assert (phase.outcome, phase.return_code, result.is_alive) == (outcome, code, is_alive)
+
+
+@pytest.mark.parametrize("said", [b"", b"[1]", b"{broken", b"null", b"[" * 4096])
 async def test_what_a_command_has_to_say_may_be_nothing(said: bytes) -> None:
     done = await do(Given(packed({"meta": b"run 0 1 2", "told": said})), BOX, Work((PHASE,), Limits()))
 

@@ -6,6 +6,7 @@ pytest runner here.
 
 import base64
 import binascii
+import re
 from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
@@ -71,6 +72,14 @@ def _check_base64(text: str) -> str:
 
 RelativePath = Annotated[str, AfterValidator(check_relative_path)]
 Base64 = Annotated[str, AfterValidator(_check_base64)]
+MAX_IMAGE = 500
+Image = Annotated[str, Field(min_length=1, max_length=MAX_IMAGE, pattern=r"^[!-~]+$")]
+"""One word: a provider may make a line of a file of it."""
+
+
+def is_image(text: str) -> bool:
+    """Return whether a text may name an image: one word of ASCII that is not too long."""
+    return len(text) <= MAX_IMAGE and re.fullmatch(r"[!-~]+", text) is not None
 
 
 class RunCodeRequest(Described):
@@ -94,7 +103,7 @@ class RunCodeRequest(Described):
     """Files to put beside the program, base64, by relative path; one with a null content is left out."""
     fetch_files: tuple[RelativePath, ...] = ()
     """Files to return; one that does not exist is left out of the answer."""
-    image: str | None = Field(None, min_length=1, max_length=500)
+    image: Image | None = None
     """What the program's box is made of, where the sandbox has a provider; null: what the sandbox has set."""
     args: tuple[str, ...] = Field((), max_length=0)
     """Present for clients that send it; must be empty."""
@@ -107,7 +116,7 @@ class SessionRequest(Described):
 
     language: Literal["python", "shell"] = "python"
     """What cells are: Python of one interpreter, or commands, each of a shell of its own (bash, else sh)."""
-    image: str | None = Field(None, min_length=1, max_length=500)
+    image: Image | None = None
     """What the session's box is made of, where the sandbox has a provider; null: what the sandbox has set."""
     files: dict[RelativePath, Base64] = Field(default_factory=dict)
     """Files to put into its working directory, base64, by relative path."""

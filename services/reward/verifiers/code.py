@@ -29,7 +29,14 @@ from flotilla.shared.config.sections.reward import CodeConfig
 from flotilla.shared.errors import GradingFailed
 from flotilla.shared.net.retry import OTHERS_FIRST_PAUSE_SECONDS, OTHERS_LONGEST_PAUSE_SECONDS, Backoff, retry
 from flotilla.shared.schemas.grading import Grade, GradingSample
-from flotilla.shared.schemas.sandbox import EXPERIMENT_HEADER, CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
+from flotilla.shared.schemas.sandbox import (
+    EXPERIMENT_HEADER,
+    CommandStatus,
+    RunCodeRequest,
+    RunCodeResponse,
+    RunStatus,
+    is_image,
+)
 from flotilla.shared.schemas.service import SANDBOX, Failure
 
 OPENING = re.compile(r"[ \t]*```[ \t]*([\w+#.-]*)")
@@ -189,6 +196,8 @@ class CodeVerifier:
             named = sample.metadata.get(column)
             if not isinstance(named, str) or not named:
                 return Grade.error(f"the row has no text in {column!r}, which image_column names")
+            if not is_image(named):
+                return Grade.error(f"the row names no image in {column!r}, but {named[:100]!r}")
             image = named
         program = extract_program(sample.response, self._config.language)
         if program is None:

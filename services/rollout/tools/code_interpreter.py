@@ -24,6 +24,7 @@ from flotilla.shared.schemas.sandbox import (
     RunStatus,
     SessionRequest,
     SessionView,
+    is_image,
 )
 from flotilla.shared.schemas.task import Task
 
@@ -165,10 +166,13 @@ class InterpreterSession:
         authorization = {"Authorization": f"Bearer {self._sandboxes.token()}"}
         if self._sandboxes.experiment:
             authorization[EXPERIMENT_HEADER] = self._sandboxes.experiment
-        image = self._config.image_column
+        column = self._config.image_column
+        image = None if column is None else self._of_row(column, "image_column")
+        if image is not None and not is_image(image):
+            raise EpisodeFailed(f"the row names no image in {column!r}, but {image[:100]!r}")
         request = SessionRequest(
             language=self._config.language,
-            image=None if image is None else self._of_row(image, "image_column"),
+            image=image,
             memory_limit_MB=self._config.memory_megabytes or -1,
             cpu_seconds=self._config.cpu_seconds,
             idle_seconds=self._config.idle_seconds,

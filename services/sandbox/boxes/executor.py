@@ -68,7 +68,7 @@ class BoxExecutor:
         work = Work(program.phases, program.limits, program.files, fetch=program.fetch, is_first=True)
         seconds = sum(phase.timeout_seconds for phase in program.phases) + 2 * SLACK_SECONDS
         for attempt in range(1, ATTEMPTS + 1):
-            box = await self.boxes.take(program.image, seconds)
+            box = await self.boxes.take(program.image, seconds, is_fresh=attempt > 1)
             try:
                 done = await do(self.boxes.provider, box, work)
             except ProviderFailed as error:
@@ -103,7 +103,8 @@ class BoxExecutor:
         session = program.session
         assert session is not None
         for attempt in range(1, ATTEMPTS + 1):
-            box = await self.boxes.take(program.image, session.lifetime_seconds + 2 * SLACK_SECONDS)
+            lifetime = session.lifetime_seconds + 2 * SLACK_SECONDS
+            box = await self.boxes.take(program.image, lifetime, is_fresh=attempt > 1)
             talk = BoxConversation(self.boxes.provider, box, program.limits, is_shell=session.language == "shell")
             try:
                 await talk.begin(dict(program.files), session.cpu_seconds)

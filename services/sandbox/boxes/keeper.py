@@ -124,21 +124,28 @@ class Boxes:
         self._is_short.set()
         self._loops = [asyncio.create_task(self._keep_warm()), asyncio.create_task(self._keep_looking())]
 
-    async def take(self, image: str | None, seconds: float) -> Box:
+    async def take(self, image: str | None, seconds: float, *, is_fresh: bool = False) -> Box:
         """Give a box that nobody has used, which lives for so long at least.
+
+        Args:
+            image: None: the one of warm boxes.
+            seconds: of its life.
+            is_fresh: make it now: whatever ended one box may have ended those that were warm.
 
         Raises:
             ProviderFailed: none could be made in time.
         """
         image = image or self.kept.image
-        if image == self.kept.image:
-            while self._warm:
-                box = self._warm.pop(0)
-                self._is_short.set()
+        if image == self.kept.image and not is_fresh:
+            for box in self._warm:
                 if box.ends_at - self._now() >= seconds:
+                    self._warm.remove(box)
+                    self._is_short.set()
                     return box
-                self.drop(box)
-        lifetime = max(seconds, LIFETIME_SECONDS) if image == self.kept.image else seconds
+        # Its life may begin before it is there: with the pull of its image.
+        lifetime = seconds + self.kept.start_seconds
+        if image == self.kept.image:
+            lifetime = max(lifetime, LIFETIME_SECONDS)
         making = self._start(self._make(image, lifetime))
         try:
             async with asyncio.timeout(self.kept.start_seconds):
@@ -167,11 +174,20 @@ class Boxes:
             ProviderFailed: the provider does not say.
         """
         making, held = set(self._making), set(self._held)
-        for found in await self.provider.list():
-            if self._is_nobodys(found, making, held):
-                self.num_orphans += 1
-                log.warning("a sandbox that nobody holds is taken away", extra={"box": found.id})
-                await self.provider.destroy(found.id)
+        listed = await self.provider.list()
+        await asyncio.gather(*(self._sweep(found.id) for found in listed if self._is_nobodys(found, making, held)))
+
+    async def _sweep(self, box_id: str) -> None:
+        """Take a box away that nobody holds; one that cannot be is met at the next look, and keeps no other."""
+        try:
+            await self.provider.destroy(box_id)
+        except ProviderFailed as error:
+            self.count(error)
+            facts = {"box": box_id, "error": error.detail}
+            log.warning("a sandbox that nobody holds could not be taken away", extra=facts)
+        else:
+            self.num_orphans += 1
+            log.warning("a sandbox that nobody holds was taken away", extra={"box": box_id})
 
     def _is_nobodys(self, found: Found, making: set[str], held: set[str]) -> bool:
         if found.labels.get(OWNER) == self._owner:

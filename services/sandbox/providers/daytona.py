@@ -76,7 +76,7 @@ class Daytona:
         """Wait until a sandbox has started."""
         box_id = text_of("daytona", made, "id")
         end, pause = time.monotonic() + START_SECONDS, FIRST_PAUSE_SECONDS
-        while (state := made.get("state")) != "started":
+        while (state := str(made.get("state"))) != "started":
             if state in BROKEN:
                 cause = Cause.REFUSED if state == "build_failed" else Cause.FAILED
                 raise ProviderFailed(cause, f"daytona could not start a sandbox: {str(made.get('errorReason'))[:300]}")
@@ -136,7 +136,7 @@ class Daytona:
             ProviderFailed: it is gone, or nobody knows.
         """
         reply = await self._wire.ask("GET", f"/sandbox/{box.id}", allowed=(404,))
-        if reply.status_code == 404 or object_of("daytona", reply).get("state") in GONE:
+        if reply.status_code == 404 or str(object_of("daytona", reply).get("state")) in GONE:
             raise ProviderFailed(Cause.LOST, "the sandbox of daytona is gone")
 
     async def destroy(self, box_id: str) -> None:

@@ -17,12 +17,23 @@ from urllib.parse import quote
 import httpx
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import CAPABILITIES, Answered, Wire, found_boxes, object_of, text_of
+from flotilla.services.sandbox.providers.wire import (
+    CAPABILITIES,
+    Answered,
+    Wire,
+    found_boxes,
+    json_of,
+    object_of,
+    reading,
+    text_of,
+)
 
 URL: Final = "unix:///var/run/docker.sock"
 API: Final = "/v1.43"
 PULL_SECONDS: Final = 600.0
 TAR_ROOM: Final = 16_384
+LAST_BYTES: Final = 65_536
+"""Of the progress of a pull, whose last line says how it ended."""
 
 
 class Docker:
@@ -90,12 +101,13 @@ class Docker:
             name, tag = image, "latest"
         params = {"fromImage": name, "tag": tag}
         async with self._wire.stream("POST", f"{API}/images/create", params=params, seconds=PULL_SECONDS) as reply:
-            last = b""
-            async for line in reply.aiter_lines():
-                last = line.encode() or last
+            said = b""
+            async for piece in reply.aiter_raw():
+                said = (said + piece)[-LAST_BYTES:]
+        last = said.strip().rpartition(b"\n")[2]
         if b'"error"' in last:
-            said = " ".join(last.decode("utf-8", "replace").split())[:300]
-            raise ProviderFailed(Cause.REFUSED, f"docker could not pull {image!r}: {said}")
+            why = " ".join(last.decode("utf-8", "replace").split())[:300]
+            raise ProviderFailed(Cause.REFUSED, f"docker could not pull {image!r}: {why}")
 
     async def execute(self, box: Box, script: str, seconds: float) -> int:
         """Run a script in the container; see ``Provider.execute``."""
@@ -117,7 +129,8 @@ class Docker:
 
     async def _is_there(self, box: Box) -> bool:
         reply = await self._wire.ask("GET", f"{API}/containers/{box.id}/json", allowed=(404,))
-        return reply.status_code == 200 and bool(object_of("docker", reply).get("State", {}).get("Running"))
+        with reading("docker"):
+            return reply.status_code == 200 and object_of("docker", reply)["State"]["Running"] is True
 
     async def write(self, box: Box, path: str, content: bytes) -> None:
         """Write a file; see ``Provider.write``."""
@@ -149,7 +162,7 @@ class Docker:
                 member = archive.next()
                 file = None if member is None or not member.isfile() else archive.extractfile(member)
                 return None if file is None else file.read(max_bytes)
-        except tarfile.TarError as error:
+        except (tarfile.TarError, ValueError, EOFError) as error:
             raise ProviderFailed(Cause.FAILED, f"docker sent what is no archive: {error}") from error
 
     async def destroy(self, box_id: str) -> None:
@@ -162,11 +175,7 @@ class Docker:
         """List the containers; see ``Provider.list``."""
         params = {"all": "1", "filters": json.dumps({"label": [f"{MARK}={MARKED}"]})}
         reply = await self._wire.ask("GET", f"{API}/containers/json", params=params)
-        try:
-            listed = reply.json()
-        except ValueError as error:
-            raise ProviderFailed(Cause.FAILED, "docker answered what is no JSON") from error
-        return found_boxes("docker", listed, "Id", "Labels")
+        return found_boxes("docker", json_of("docker", reply), "Id", "Labels")
 
     async def close(self) -> None:
         """Close the connections."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import Answered, Wire, found_boxes, object_of, text_of
+from flotilla.services.sandbox.providers.wire import Answered, Wire, found_boxes, json_of, object_of, text_of
 
 URL: Final = "https://api.e2b.app"
 ENVD_PORT: Final = 49983
@@ -61,7 +61,7 @@ class E2B:
         reply = await self._wire.ask("POST", "/sandboxes", json=body, seconds=CREATE_SECONDS)
         made = object_of("e2b", reply)
         box_id = text_of("e2b", made, "sandboxID")
-        domain = made.get("domain") or self._domain
+        domain = str(made.get("domain") or self._domain)
         host = f"sandbox.{domain}" if domain in DOMAINS else f"{ENVD_PORT}-{box_id}.{domain}"
         headers = {"E2b-Sandbox-Id": box_id, "E2b-Sandbox-Port": str(ENVD_PORT)}
         if token := made.get("envdAccessToken"):
@@ -106,12 +106,15 @@ class E2B:
             async with self._boxes.stream(
                 "GET", f"{box.url}/files", params=params, headers=box.headers, allowed=(404,)
             ) as reply:
-                if reply.status_code == 404:
-                    return None
+                most = MAX_MESSAGE_BYTES if reply.status_code == 404 else max_bytes
                 async for piece in reply.aiter_raw():
                     packed += piece
-                    if len(packed) > max_bytes:
+                    if len(packed) > most:
                         return None
+            if reply.status_code == 404:
+                if b"sandbox" in packed.lower():
+                    raise ProviderFailed(Cause.LOST, "the sandbox of e2b is gone")
+                return None
         except ProviderFailed as error:
             raise _told(error) from error
         return bytes(packed)
@@ -132,11 +135,7 @@ class E2B:
         params = {"metadata": f"{MARK}={MARKED}", "limit": "100"}
         for _ in range(PAGES):
             reply = await self._wire.ask("GET", "/v2/sandboxes", params=params)
-            try:
-                listed = reply.json()
-            except ValueError as error:
-                raise ProviderFailed(Cause.FAILED, "e2b answered what is no JSON") from error
-            found += found_boxes("e2b", listed, "sandboxID", "metadata")
+            found += found_boxes("e2b", json_of("e2b", reply), "sandboxID", "metadata")
             if not (token := reply.headers.get("x-next-token")):
                 break
             params["nextToken"] = token
@@ -172,7 +171,7 @@ class _Messages:
             del self._read[: ENVELOPE.size + length]
             try:
                 said = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ProviderFailed(Cause.FAILED, "e2b sent what is no JSON") from error
             if not isinstance(said, dict):
                 raise ProviderFailed(Cause.FAILED, "e2b sent what is no object")

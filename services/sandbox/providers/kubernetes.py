@@ -22,7 +22,15 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.typing import Subprotocol
 
 from flotilla.services.sandbox.providers.base import MARK, MARKED, Box, Cause, Found, ProviderFailed, Wanted
-from flotilla.services.sandbox.providers.wire import CAPABILITIES, DEADLINE_SECONDS, Answered, Wire, object_of
+from flotilla.services.sandbox.providers.wire import (
+    CAPABILITIES,
+    DEADLINE_SECONDS,
+    Answered,
+    Wire,
+    found_boxes,
+    object_of,
+    reading,
+)
 from flotilla.shared.net.client.bearer_client import tls_context
 
 URL: Final = "https://kubernetes.default.svc"
@@ -164,11 +172,13 @@ class Kubernetes:
         reply = await self._wire.ask("GET", f"/api/v1{self._namespace}/pods/{name}", allowed=(404,))
         if reply.status_code == 404:
             return
-        for each in (object_of("kubernetes", reply).get("status") or {}).get("containerStatuses") or ():
-            waiting = (each.get("state") or {}).get("waiting") or {}
-            if waiting.get("reason") in NO_IMAGE:
-                said = f"{waiting['reason']}: {str(waiting.get('message', ''))[:300]}"
-                raise ProviderFailed(Cause.REFUSED, f"kubernetes cannot have the image {each.get('image')!r}: {said}")
+        with reading("kubernetes"):
+            for each in (object_of("kubernetes", reply).get("status") or {}).get("containerStatuses") or ():
+                waiting = (each.get("state") or {}).get("waiting") or {}
+                if waiting.get("reason") in NO_IMAGE:
+                    said = f"{waiting['reason']}: {str(waiting.get('message', ''))[:300]}"
+                    cause = f"kubernetes cannot have the image {each.get('image')!r}: {said}"
+                    raise ProviderFailed(Cause.REFUSED, cause)
 
     async def execute(self, box: Box, script: str, seconds: float) -> int:
         """Run a script in the pod; see ``Provider.execute``."""
@@ -185,6 +195,8 @@ class Kubernetes:
         """Read a file; see ``Provider.read``."""
         script = f"[ -f {path} ] && head -c {max_bytes + 1} {path}"
         code, content = await self._exec(box, script, seconds=DEADLINE_SECONDS, max_bytes=max_bytes + 1)
+        if code not in {0, 1}:
+            raise ProviderFailed(Cause.LOST, f"a file could not be read in a pod: exit code {code}")
         return content if code == 0 and len(content) <= max_bytes else None
 
     async def _exec(
@@ -246,11 +258,12 @@ class Kubernetes:
         for _ in range(PAGES):
             reply = await self._wire.ask("GET", f"{API}{self._namespace}/sandboxes", params=params)
             listed = object_of("kubernetes", reply)
-            for each in listed.get("items") or ():
-                about = each["metadata"]
-                if not about.get("deletionTimestamp"):
-                    found.append(Found(str(about["name"]), dict(about.get("labels") or {})))
-            if not (more := (listed.get("metadata") or {}).get("continue")):
+            with reading("kubernetes"):
+                abouts = [each["metadata"] for each in listed.get("items") or ()]
+                there = [about for about in abouts if not about.get("deletionTimestamp")]
+                more = (listed.get("metadata") or {}).get("continue")
+            found += found_boxes("kubernetes", there, "name", "labels")
+            if not more:
                 break
             params["continue"] = str(more)
         return found
@@ -271,8 +284,9 @@ def _tls() -> ssl.SSLContext:
 
 
 def _is(made: Answered, condition: str) -> bool:
-    conditions = (made.get("status") or {}).get("conditions") or ()
-    return any(each.get("type") == condition and each.get("status") == "True" for each in conditions)
+    with reading("kubernetes"):
+        conditions = (made.get("status") or {}).get("conditions") or ()
+        return any(each.get("type") == condition and each.get("status") == "True" for each in conditions)
 
 
 def _exit_code(status: bytes) -> int:
@@ -289,7 +303,7 @@ def _exit_code(status: bytes) -> int:
         for cause in causes:
             if cause.get("reason") == "ExitCode":
                 return int(cause["message"])
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ProviderFailed(Cause.FAILED, f"kubernetes' status cannot be read: {error!r}") from error
     raise ProviderFailed(Cause.FAILED, f"kubernetes could not run a command: {str(said.get('message'))[:300]}")
 

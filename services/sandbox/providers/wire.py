@@ -5,8 +5,8 @@ What was sent is in no error and no log line: it holds keys.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
 import httpx
@@ -125,7 +125,9 @@ class Wire:
                     content += piece
                     if len(content) > max_bytes:
                         raise ProviderFailed(Cause.FAILED, f"{self._name} answered more than {max_bytes} bytes")
-                return httpx.Response(reply.status_code, headers=reply.headers, content=bytes(content))
+                headers = httpx.Headers(reply.headers)
+                headers.pop("content-encoding", None)  # none was asked for, and a small answer may become a large one
+                return httpx.Response(reply.status_code, headers=headers, content=bytes(content))
 
         return await retry(
             attempt,
@@ -160,6 +162,9 @@ class Wire:
             raise _Passing(Cause.LATE, f"{self._name} did not answer within {seconds:g} s") from error
         except httpx.HTTPError as error:
             raise _Passing(Cause.FAILED, f"{self._name} did not answer to the end: {type(error).__name__}") from error
+        except (httpx.InvalidURL, UnicodeError) as error:
+            # An address or a token that the provider had given.
+            raise ProviderFailed(Cause.FAILED, f"{self._name} cannot be asked: {type(error).__name__}") from error
 
     async def _refusal(self, reply: httpx.Response) -> ProviderFailed:
         """Make the error of an answer."""
@@ -181,16 +186,38 @@ class Wire:
         return _Passing(Cause.FAILED, detail)
 
 
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Read what a provider answered, of whatever shape it is.
+
+    Raises:
+        ProviderFailed: it is of another than it should be.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
+        raise ProviderFailed(Cause.FAILED, f"{name} answered what cannot be read: {error!r:.300}") from error
+
+
+def json_of(name: str, reply: httpx.Response) -> Any:
+    """Read the JSON that a provider answered.
+
+    Raises:
+        ProviderFailed: it is none.
+    """
+    try:
+        return reply.json()
+    except (ValueError, RecursionError) as error:
+        raise ProviderFailed(Cause.FAILED, f"{name} answered what is no JSON") from error
+
+
 def object_of(name: str, reply: httpx.Response) -> Answered:
     """Read the object that a provider answered.
 
     Raises:
         ProviderFailed: it is none.
     """
-    try:
-        found = reply.json()
-    except ValueError as error:
-        raise ProviderFailed(Cause.FAILED, f"{name} answered what is no JSON") from error
+    found = json_of(name, reply)
     if not isinstance(found, dict):
         raise ProviderFailed(Cause.FAILED, f"{name} answered what is no object")
     return found
@@ -209,14 +236,18 @@ def text_of(name: str, found: Answered, key: str) -> str:
 
 
 def found_boxes(name: str, listed: Any, id_key: str, labels_key: str) -> list[Found]:
-    """Read a list of boxes.
+    """Read a list of boxes; labels that are none of ours may be anything.
 
     Raises:
         ProviderFailed: it is none.
     """
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise ProviderFailed(Cause.FAILED, f"{name} answered what is no list")
-    return [Found(text_of(name, each, id_key), dict(each.get(labels_key) or {})) for each in listed]
+    return [Found(text_of(name, each, id_key), _labels(each.get(labels_key))) for each in listed]
+
+
+def _labels(given: object) -> dict[str, str]:
+    return {str(key): str(value) for key, value in given.items()} if isinstance(given, dict) else {}
 
 
 def _asked_pause(error: Exception) -> float:

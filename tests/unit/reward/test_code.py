@@ -143,6 +143,17 @@ async def test_a_label_without_cases_is_an_error(label: str | None) -> None:
     assert found.status is GradeStatus.ERROR
 
 
+@pytest.mark.parametrize("image", ["swebench/x\nRUN id", "a b", "x" * 501])
+async def test_a_row_that_names_no_image_is_an_error_of_its_sample_alone(image: str) -> None:
+    verifier, asked = a_verifier(squares, image_column="image")
+    sample = a_sample(RESPONSE, LABEL).model_copy(update={"metadata": {"image": image}})
+
+    (found,) = await verifier.score([sample])
+
+    assert found.status is GradeStatus.ERROR and "the row names no image in 'image'" in (found.reason or "")
+    assert asked == []
+
+
 async def test_assertions_are_judged_by_a_program_without_the_answer() -> None:
     def runs(body: dict[str, Any]) -> dict[str, Any]:
         given = json.loads(body["stdin"])

@@ -151,6 +151,16 @@ async def test_the_row_names_the_image_of_its_sandbox() -> None:
     assert {"language": "shell", "image": "swebench/task-1"}.items() <= sandbox.asked[0][2].items()
 
 
+@pytest.mark.parametrize("image", ["swebench/x\nRUN id", "a b", "x" * 501])
+async def test_a_row_that_names_no_image_is_an_error_of_its_episode_alone(image: str) -> None:
+    sandbox = FakeSandbox(cell())
+
+    with pytest.raises(EpisodeFailed, match="the row names no image in 'image'"):
+        await session_of(sandbox, {"image": image}, image_column="image", language="shell").call({"code": "ls"})
+
+    assert sandbox.asked == []
+
+
 CHECKED = {"language": "shell", "check_column": "tests"}
 
 

@@ -1,16 +1,22 @@
 """A provider's calls: repeated where that does no harm, bounded, and told by their cause without what they showed."""
 
 import asyncio
+import gzip
 import time
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from flotilla.services.sandbox.providers import wire
-from flotilla.services.sandbox.providers.base import Cause, ProviderFailed
-from flotilla.services.sandbox.providers.e2b import _Messages
-from flotilla.services.sandbox.providers.wire import Wire
+from flotilla.services.sandbox.providers.base import Box, Cause, Provider, ProviderFailed, Wanted
+from flotilla.services.sandbox.providers.daytona import Daytona
+from flotilla.services.sandbox.providers.docker import LAST_BYTES, Docker
+from flotilla.services.sandbox.providers.e2b import E2B, _Messages
+from flotilla.services.sandbox.providers.kubernetes import Kubernetes
+from flotilla.services.sandbox.providers.wire import Wire, object_of
+from flotilla.shared.schemas.sandbox import RunCodeRequest, SessionRequest, is_image
 
 KEY = "key-that-nobody-may-see"
 
@@ -96,6 +102,7 @@ async def test_a_call_is_made_again_where_it_did_nothing_or_may_be_made_twice(
         (httpx.RemoteProtocolError("x"), Cause.FAILED, "RemoteProtocolError"),
         (None, Cause.LATE, "within 0.2 s"),
         ((200, "x" * 50, {}), Cause.FAILED, "more than 20 bytes"),
+        ((302, "", {"location": "http://elsewhere/"}), Cause.FAILED, "302"),
     ],
 )
 async def test_a_failure_has_a_cause_a_bound_and_no_key(
@@ -132,6 +139,7 @@ def test_messages_of_a_stream_are_taken_apart_wherever_it_is_cut() -> None:
         (envelope('{"error": {"code": "unavailable", "message": "gone"}}', 2), Cause.FAILED),
         (envelope("{broken"), Cause.FAILED),
         (envelope("[]"), Cause.FAILED),
+        (envelope("[" * 50_000), Cause.FAILED),
         (b"\0\xff\xff\xff\xff", Cause.FAILED),
     ],
 )
@@ -140,3 +148,137 @@ def test_a_stream_that_ends_with_an_error_or_is_none_is_told(content: bytes, cau
         _Messages().fed(content)
 
     assert failed.value.cause is cause
+
+
+class Saying(httpx.AsyncBaseTransport):
+    """Answers all calls alike."""
+
+    def __init__(self, content: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.content, self.status, self.headers = content, status, headers or {}
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(self.status, headers=self.headers, stream=_Whole(self.content))
+
+
+async def test_an_answer_that_nobody_asked_to_be_packed_is_not_unpacked() -> None:
+    packed = gzip.compress(bytes(64 << 20))
+    wire = Wire("there", "http://there", transport=Saying(packed, headers={"content-encoding": "gzip"}))
+
+    reply = await wire.ask("GET", "/x")
+
+    assert reply.content == packed
+    with pytest.raises(ProviderFailed, match="no JSON"):
+        object_of("there", reply)
+
+
+def providers_over(transport: httpx.AsyncBaseTransport) -> list[Provider]:
+    return [
+        Docker("http://there", "me", transport=transport),
+        E2B("http://there", KEY, "me", transport=transport),
+        Daytona("http://there", KEY, "me", transport=transport),
+        Kubernetes("http://there", KEY, "me", transport=transport),
+    ]
+
+
+ODD = [
+    "[" * 50_000,
+    "null",
+    "1",
+    "[1]",
+    "[null]",
+    "{}",
+    '[{"Id": 1}]',
+    '{"items": 1}',
+    '{"items": [1]}',
+    '{"items": [{}]}',
+    '{"items": [{"id": ""}]}',
+    '{"items": [{"metadata": []}]}',
+    '{"items": [], "metadata": 1}',
+]
+
+
+@pytest.mark.parametrize("said", ODD)
+async def test_a_list_of_whatever_shape_is_read_or_is_a_failure_of_the_provider(said: str) -> None:
+    for provider in providers_over(Saying(said.encode())):
+        try:
+            assert list(await provider.list()) == []
+        except ProviderFailed as failed:
+            assert failed.cause is Cause.FAILED
+        await provider.close()
+
+
+async def test_labels_of_strangers_may_be_anything() -> None:
+    said = b'[{"Id": "a", "Labels": ["x"]}, {"Id": "b", "Labels": {"n": 1}}, {"Id": "c", "Labels": null}]'
+
+    found = await Docker("http://there", "me", transport=Saying(said)).list()
+
+    assert [(each.id, each.labels) for each in found] == [("a", {}), ("b", {"n": "1"}), ("c", {})]
+
+
+WANTED = Wanted("b", "image", 60.0, 1 << 20, 1.0, 8, has_network=False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[]",
+        "[" * 50_000,
+        '{"Id": [], "sandboxID": 1, "id": {}, "status": []}',
+        '{"Id": "a\\u0000", "sandboxID": "a", "domain": ["x"], "id": "a", "state": [], "status": {"conditions": [1]}}',
+        '{"Id": "a", "id": "a", "state": "started", "toolboxProxyUrl": 7, "status": {"conditions": 3}}',
+    ],
+)
+async def test_what_is_answered_to_a_creation_is_read_or_is_a_failure_of_the_provider(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("daytona", "kubernetes"):
+        monkeypatch.setattr(f"flotilla.services.sandbox.providers.{module}.START_SECONDS", 0.0)
+    for provider in providers_over(Saying(said.encode())):
+        try:
+            await provider.create(WANTED)
+        except ProviderFailed as failed:
+            assert failed.cause in {Cause.FAILED, Cause.LATE}
+        await provider.close()
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://there:x", "nowhere://x", "http://there/\n"])
+async def test_an_address_that_is_none_is_a_failure_of_the_provider(url: str) -> None:
+    daytona = Daytona("http://there", KEY, "me", transport=Saying(b'{"state": "started"}'))
+
+    with pytest.raises(ProviderFailed) as failed:
+        await daytona.execute(Box("b", "b", "image", 0.0, url), "true", 0.1)
+
+    assert failed.value.cause is Cause.FAILED
+
+
+async def test_the_progress_of_a_pull_is_not_kept_whole_and_its_last_line_counts() -> None:
+    progress = b"x" * (3 * LAST_BYTES) + b'\n{"errorDetail": {}, "error": "no such image"}\n'
+
+    with pytest.raises(ProviderFailed, match=r"could not pull 'image'.*no such image"):
+        await Docker("http://there", "me", transport=Saying(progress))._pull("image")
+    await Docker("http://there", "me", transport=Saying(b'{"error"\n{"status": "there"}\n'))._pull("image")
+
+
+@pytest.mark.parametrize(("said", "is_lost"), [("path does not exist", False), ("The sandbox was not found", True)])
+async def test_a_sandbox_of_e2b_that_is_gone_is_no_file_that_is_missing(said: str, is_lost: bool) -> None:
+    transport = Saying(f'{{"message": "{said}"}}'.encode(), 404)
+    reading = E2B("http://there", KEY, "me", transport=transport).read(Box("b", "b", "i", 0.0, "http://box"), "/f", 9)
+
+    if is_lost:
+        with pytest.raises(ProviderFailed) as failed:
+            await reading
+        assert failed.value.cause is Cause.LOST
+    else:
+        assert await reading is None
+
+
+@pytest.mark.parametrize("image", ["swebench/x\nRUN id", "swebench/x\n", "a b", "", "x" * 501, "caf\u00e9"])
+def test_an_image_is_one_word(image: str) -> None:
+    """Daytona makes a line of a Dockerfile of it, in which further lines would run with a network."""
+    fine = SessionRequest(image="registry.example:5000/swebench/x@sha256:00").image
+
+    assert fine is not None and is_image(fine) and not is_image(image)
+    with pytest.raises(ValidationError, match="image"):
+        SessionRequest(image=image)
+    with pytest.raises(ValidationError, match="image"):
+        RunCodeRequest(code="", language="python", image=image)

@@ -1,82 +1,18 @@
 """The real `verifiers` package, in an interpreter of its own, plays episodes with its own client and rubric."""
 
 import asyncio
-import json
-import os
 from pathlib import Path
 
 import pytest
 
-from flotilla.services.reward.grading import grading_samples
-from flotilla.services.reward.verifiers.given import AgentVerifier
-from flotilla.shared.schemas.task import Message
-from flotilla.shared.testing.builders import a_task
-from tests.agent_fleet import EXPERIMENT, TOKEN, agent_fleet
 from tests.e2e.test_verifiers import interpreter_with_verifiers
-from tests.fleet import ROOT
-from tests.unit.rollout.agents.world import a_spec
+from tests.integration.gateway.arithmetic import check_that_it_plays
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
-
-ENVIRONMENT = "examples/verifiers/arithmetic_env.py"
-NUM_ROWS, SIZE = 4, 2
-
-
-async def said_by(*command: str, url: str = "") -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLOTILLA_TOKEN": TOKEN, "FLOTILLA_GATEWAY_URL": url}
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=ROOT, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    try:
-        output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, output.decode()
-    return output.decode()
-
-
-def writes(prompt: str) -> str:
-    """Solve the even problems, and no other."""
-    number = int(prompt.rpartition("What is ")[2].split()[0])
-    return f"#### {number + 1}~" if number % 2 == 0 else "no idea~"
 
 
 async def test_an_environment_of_verifiers_plays_and_its_rubric_grades(tmp_path: Path) -> None:
     python = await asyncio.to_thread(interpreter_with_verifiers, tmp_path / "interpreter")
-    problems = [{"prompt": f"What is {n} plus 1?", "answer": str(n + 1)} for n in range(NUM_ROWS)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
-    options = ("--options", json.dumps({"path": str(tmp_path / "train.jsonl")}))
-    program = (python, "-m", "flotilla.agents")
 
-    written = await said_by(*program, "verifiers-rows", ENVIRONMENT, str(tmp_path / "rows.jsonl"), *options)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    async with agent_fleet(a_spec(group_size=SIZE), writes) as fleet:
-        tasks = [
-            a_task(
-                number,
-                group_size=SIZE,
-                messages=tuple(Message(**each) for each in row["prompt"]),
-                metadata={"example_id": row["example_id"]},
-            )
-            for number, row in enumerate(rows)
-        ]
-        await fleet.plane.admission.issue_many(tasks, limit=1000)
-        agent = (*program, "verifiers", ENVIRONMENT, EXPERIMENT, *options, "--parallel", "4")
-        playing = asyncio.create_task(said_by(*agent, url=fleet.url))
-        waiting = asyncio.create_task(fleet.until(lambda ledger: ledger.waiting.generated == NUM_ROWS, 300.0))
-        await asyncio.wait([playing, waiting], return_when=asyncio.FIRST_COMPLETED)
-        assert not playing.done(), playing.result()
-        await waiting
-        await fleet.gateway.commands.fail(fleet.gateway.repository.get(EXPERIMENT), "test", "it is over")
-        said = await playing
-        groups = {group.task.group_id: group for group in await fleet.groups()}
-        verifier = AgentVerifier(fleet.plane.mailbox)
-        rewards = {
-            number: [grade.reward for grade in await verifier.score(grading_samples(group))]
-            for number, group in groups.items()
-        }
-
-    assert (written, said) == (f"{NUM_ROWS} rows\n", f"{NUM_ROWS * SIZE} episodes\n")
-    assert rewards == {number: [float(number % 2 == 0)] * SIZE for number in range(NUM_ROWS)}
+    source = "examples/verifiers/arithmetic_env.py"
+    await check_that_it_plays(python, source, tmp_path, "example_id", lambda path: {"path": path})

@@ -1,11 +1,12 @@
 """Harbor's task folders: what is taken of them, and what is refused by name."""
 
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
-from flotilla.agents.episodes import EpisodeLost
-from flotilla.agents.harbor import TASK, read_tasks, rewards_of, task_rows
+from flotilla.agents.episodes import Episode, EpisodeLost
+from flotilla.agents.harbor import TASK, HarborAgent, Harness, read_tasks, rewards_of, task_rows
 from flotilla.agents.harbor_tasks import HarborTask, read_task
 from flotilla.shared.errors import InvalidSpec
 
@@ -204,3 +205,27 @@ def test_no_copy_goes_above_the_root(tmp_path: Path) -> None:
     task = read(tmp_path, dockerfile="COPY a.txt ../../../../etc/cron.d/a\n")
 
     assert [str(place) for _, place in task.image.copies] == ["/etc/cron.d/a"]
+
+
+class Ending:
+    """A box whose commands end with these statuses."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+
+    async def run(self, command: str, **_: object) -> int:
+        return self.statuses.pop(0)
+
+    def read(self, name: str, file: str) -> str:
+        return "not found"
+
+
+async def test_a_harness_that_has_run_once_is_there_whatever_a_policy_ends_it_with(tmp_path: Path) -> None:
+    agent = HarborAgent(read_tasks(a_folder(tmp_path / "a")), Harness("harness"))
+    episode = Episode("e", "k", "http://127.0.0.1:9/v1", "m", {})
+    box: Any = Ending(127, 0, 127)
+
+    with pytest.raises(InvalidSpec, match=r"cannot be run in a box \(status 127\): not found"):
+        await agent._play(box, agent._tasks["a"], episode, episode.base_url)
+
+    assert [await agent._play(box, agent._tasks["a"], episode, episode.base_url) for _ in range(2)] == [0, 127]

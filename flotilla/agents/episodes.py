@@ -14,14 +14,16 @@ from typing import Any
 import httpx
 
 from flotilla.shared.environment.settings import gateway_urls
-from flotilla.shared.errors import NotLeading
+from flotilla.shared.errors import InvalidSpec, NotLeading
 from flotilla.shared.net.client.bearer_client import tls_context
 from flotilla.shared.schemas.episode import MAX_METRICS, MAX_NAME
 
 log = logging.getLogger(__name__)
 
 NO_MORE = frozenset({401, 403, 404, 409})
-"""Statuses that no patience changes: the experiment has ended, or the token is not for it."""
+"""Statuses that no patience changes: the experiment has ended, or the token is for it no longer."""
+LATER = frozenset({408, 409, 425, 429})
+"""Of those below 500, statuses that are no refusal of what was asked."""
 AWAY = frozenset({0, 502, 503, 504})
 """Statuses of a gateway that is not there, or of one that does not lead."""
 COMPLETE_SECONDS = 60.0
@@ -68,6 +70,9 @@ async def play_all(gateway: str, experiment: str, token: str, play: Play, *, par
 
     Args:
         gateway: its URL, or those of several with commas between them, of which the one that leads is asked.
+
+    Raises:
+        ExceptionGroup: of that, or of ``InvalidSpec``: the experiment is none for agents, or the token none for it.
     """
     limits = httpx.Limits(max_connections=parallel)
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, verify=tls_context()) as client:
@@ -78,11 +83,15 @@ async def play_all(gateway: str, experiment: str, token: str, play: Play, *, par
 
 
 async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -> int:
-    done = 0
+    done, is_known = 0, False
     while True:
         status, found = await gateways.post(
             f"/v1/experiments/{experiment}/episodes", token, {"wait_seconds": WAIT_SECONDS}
         )
+        if 400 <= status < 500 and status not in LATER and not (is_known and status in NO_MORE):
+            why = found.get("detail") or found.get("title") or "no detail"
+            raise InvalidSpec(f"the gateway hands out no episodes of {experiment} ({status}): {why}")
+        is_known = is_known or status != 0
         if status in NO_MORE:
             log.info("no more episodes", extra={"status": status, "detail": found.get("detail")})
             return done
@@ -91,7 +100,7 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
             continue
         episode = Episode(found["episode_id"], found["key"], found["base_url"], found["model"], found["task"])
         try:
-            verdict = await play(episode)
+            verdict = await _within(play(episode), float(found["seconds"]))
         except EpisodeLost as error:
             log.warning("episode given up", extra={"episode": episode.id, "error": str(error)})
             continue
@@ -103,6 +112,22 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
             facts = {"episode": episode.id, "status": status, "detail": found.get("detail")}
             log.warning("the episode's reward was not taken", extra=facts)
         done += status == 200
+
+
+async def _within(playing: Awaitable[Verdict], seconds: float) -> Verdict:
+    """Play an episode for as long as it may last: one that never ends would hold its place for ever.
+
+    Raises:
+        EpisodeLost: it lasted longer.
+    """
+    bound = asyncio.timeout(seconds)
+    try:
+        async with bound:
+            return await playing
+    except TimeoutError as error:
+        if not bound.expired():
+            raise
+        raise EpisodeLost(f"it was not over within its {seconds:g} s") from error
 
 
 async def _complete(gateways: "Gateways", episode: Episode, verdict: Verdict) -> "Answer":

@@ -26,9 +26,10 @@ def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 async def over(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer that there are no more episodes."""
-    await reader.readuntil(b"\r\n\r\n")
-    writer.write(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}")
+    """Answer that there are no more episodes, and nothing else."""
+    request = await reader.readuntil(b"\r\n\r\n")
+    status = b"409 Conflict" if b"/episodes" in request else b"404 Not Found"
+    writer.write(b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}")
     await writer.drain()
     writer.close()
 

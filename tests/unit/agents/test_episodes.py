@@ -1,5 +1,6 @@
 """Agents' calls go to the gateway that leads, and what was played is not lost for a gateway's sake."""
 
+import asyncio
 import json
 import math
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from flotilla.agents import episodes
 from flotilla.agents.episodes import Gateways, Verdict
+from flotilla.shared.errors import InvalidSpec
 
 
 async def test_of_several_gateways_the_one_that_leads_is_asked_and_kept() -> None:
@@ -62,7 +64,7 @@ async def completed(*verdicts: Verdict, statuses: tuple[int, ...] = (200,)) -> t
             return httpx.Response(left.pop(0) if len(left) > 1 else left[0], json={"detail": "why"})
         if not given:
             return httpx.Response(404, json={})
-        fields = {"episode_id": "e", "key": "k", "base_url": "http://g/v1", "model": "m", "task": {}}
+        fields = {"episode_id": "e", "key": "k", "base_url": "http://g/v1", "model": "m", "task": {}, "seconds": 60.0}
         return httpx.Response(201, json=fields)
 
     async def play(_: object) -> Verdict:
@@ -101,3 +103,58 @@ async def test_what_is_no_number_is_no_reward_and_no_metric_and_ends_nothing() -
 
     assert done == 1
     assert [body for _, body in told] == [{"reward": 0.5, "metrics": {"a" * 200: 1.0}}]
+
+
+def refusing(*answers: tuple[int, dict[str, Any]]) -> httpx.MockTransport:
+    left = list(answers)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        status, found = left.pop(0)
+        return httpx.Response(status, json=found)
+
+    return httpx.MockTransport(answer)
+
+
+OPENED = {"episode_id": "e", "key": "k", "base_url": "http://g/v1", "model": "m", "task": {}, "seconds": 0.05}
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+async def test_an_experiment_that_hands_out_nothing_to_this_agent_is_an_error_and_not_waited_for(status: int) -> None:
+    async with httpx.AsyncClient(transport=refusing((status, {"detail": "why not"}))) as client:
+        with pytest.raises(InvalidSpec, match=rf"no episodes of x \({status}\): why not"):
+            await episodes._play(Gateways("http://g", client), "x", "t", lambda _: pytest.fail("it plays"))
+
+
+@pytest.mark.parametrize(("first", "last"), [((503, {}), 404), ((429, {}), 401), ((503, {}), 409)])
+async def test_an_experiment_that_is_over_ends_the_agent(
+    first: tuple[int, dict[str, Any]], last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "PAUSE_SECONDS", 0.0)
+
+    async with httpx.AsyncClient(transport=refusing(first, (last, {}))) as client:
+        assert await episodes._play(Gateways("http://g", client), "x", "t", lambda _: pytest.fail("it plays")) == 0
+
+
+async def test_an_episode_that_never_ends_is_given_up_when_the_fleet_has() -> None:
+    is_over = asyncio.Event()
+
+    async def play(_: object) -> Verdict:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_over.set()
+        raise AssertionError
+
+    async with httpx.AsyncClient(transport=refusing((201, OPENED), (409, {}))) as client:
+        done = await asyncio.wait_for(episodes._play(Gateways("http://g", client), "x", "t", play), 5)
+
+    assert done == 0 and is_over.is_set()
+
+
+async def test_an_agents_own_time_out_is_its_error() -> None:
+    async def play(_: object) -> Verdict:
+        raise TimeoutError("of the agent")
+
+    async with httpx.AsyncClient(transport=refusing((201, OPENED))) as client:
+        with pytest.raises(TimeoutError, match="of the agent"):
+            await episodes._play(Gateways("http://g", client), "x", "t", play)

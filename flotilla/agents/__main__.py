@@ -21,6 +21,7 @@ from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.rows import write_rows
 from flotilla.agents.tasksets import has_tasksets, load_taskset, rows_of_taskset, serving
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, new_client, rows_of
+from flotilla.services.sandbox.trees import own_directory
 from flotilla.shared.environment.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import IPNetwork, networks_from
 from flotilla.shared.errors import FlotillaError, InvalidRequest, InvalidSpec
@@ -117,7 +118,13 @@ async def _play_of(arguments: argparse.Namespace, stack: AsyncExitStack) -> Play
                 raise InvalidSpec(f"there are no boxes here: {reason}")
             readable = [path.resolve() for path in arguments.readable]
             harness = Harness(
-                arguments.harness, arguments.seconds, readable, keep=arguments.keep, is_closed=arguments.closed
+                arguments.harness,
+                arguments.seconds,
+                readable,
+                keep=arguments.keep,
+                is_closed=arguments.closed,
+                # What is left of an agent that is killed the next one removes.
+                folder=stack.enter_context(own_directory()),
             )
             return HarborAgent(_tasks(arguments), harness)
     if has_tasksets():
@@ -160,6 +167,8 @@ def main() -> int:
         print(asyncio.run(_run(arguments, token)), "episodes")
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except FlotillaError as error:
         print(error.detail, file=sys.stderr)
         return 2

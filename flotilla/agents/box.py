@@ -142,6 +142,7 @@ async def open_box(
     readable: Sequence[Path] = (),
     keep: Path | None = None,
     only: str | None = None,
+    parent: Path | None = None,
 ) -> AsyncIterator[Box]:
     """Open a box where there are any, see ``why_not``; what is in it ends with it.
 
@@ -150,13 +151,14 @@ async def open_box(
         readable: further paths of this machine that can be read there.
         keep: folder in which its files are left; None: nowhere.
         only: the address that it reaches, as ``url_inside`` calls it; None: all that this machine reaches.
+        parent: folder for its files where they are not kept; None: that of temporary files.
 
     Raises:
         Unavailable: it does not come to be.
     """
     bwrap = shutil.which("bwrap")
     assert bwrap is not None, "why_not was not asked"
-    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="box-", dir=keep))
+    folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="box-", dir=keep or parent))
     try:
         await asyncio.to_thread(furnish, folder, copies)
         with (folder / SAID).open("wb") as said:

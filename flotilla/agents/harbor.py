@@ -52,6 +52,7 @@ class Harness:
         readable: paths of this machine, beside ``/usr``, that it needs.
         keep: folder in which boxes are left to be looked at; None: nowhere.
         is_closed: whether it has no network but for the policy, whatever tasks say.
+        folder: in which boxes are that are not kept; None: that of temporary files.
     """
 
     command: str
@@ -59,6 +60,7 @@ class Harness:
     readable: Sequence[Path] = ()
     keep: Path | None = None
     is_closed: bool = False
+    folder: Path | None = None
 
 
 class HarborAgent:
@@ -87,7 +89,9 @@ class HarborAgent:
         only = episode.base_url if task.is_closed or harness.is_closed else None
         url = episode.base_url if only is None else url_inside(only)
         try:
-            async with open_box(task.image.copies, readable=harness.readable, keep=harness.keep, only=only) as box:
+            async with open_box(
+                task.image.copies, readable=harness.readable, keep=harness.keep, only=only, parent=harness.folder
+            ) as box:
                 status = await self._play(box, task, episode, url)
                 rewards = await _graded(box, task)
         except (Unavailable, OSError) as error:

@@ -6,6 +6,7 @@ that both see. TLS is spoken outside, so that what is in the box needs no author
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,7 +68,12 @@ def url_inside(url: str) -> str:
 async def relaying(folder: Path, url: str) -> AsyncIterator[None]:
     """Pass on what comes to the socket in a folder to the host and port of an address."""
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(folder / SOCKET))
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # A socket's own path may have 107 bytes.
+            listening.bind(f"/proc/self/fd/{descriptor}/{SOCKET}")
+        finally:
+            os.close(descriptor)
         listening.listen(128)
         listening.setblocking(False)
         serving = asyncio.create_task(_serve(listening, url))

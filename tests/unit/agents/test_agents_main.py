@@ -1,23 +1,30 @@
 """The command line of agents: rows are written, and what cannot be played is said in a sentence."""
 
+import argparse
+import asyncio
 import json
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from flotilla.agents import __main__ as agents
 from flotilla.agents import box
+from flotilla.agents.harbor import HarborAgent
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.agents.test_harbor_tasks import a_folder
 
 
 @pytest.fixture(autouse=True)
-def logging_configured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """Keep the log of this process as it is; gives how the command would have configured it."""
-    asked = list[tuple[str, ...]]()
+def logging_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, ...]]]:
+    """Keep log and signals of this process as they are; gives how the command would have configured the first."""
+    asked, before = list[tuple[str, ...]](), signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(agents, "configure_logging", lambda *words: asked.append(words))
-    return asked
+    yield asked
+    signal.signal(signal.SIGTERM, before)
 
 
 def said(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -109,3 +116,26 @@ def test_what_others_code_plays_with_finds_no_token_of_the_fleet(
     assert capsys.readouterr().out == "3 episodes\n"
     assert seen == ["t", None, None]
     assert logging_configured == [("agents", "WARNING", "plain")], "why an episode was given up is among the facts"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_is_played_in_order(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    ended = list[Path]()
+
+    async def run(arguments: argparse.Namespace, _: str) -> int:
+        async with AsyncExitStack() as stack:
+            play = await agents._play_of(arguments, stack)
+            assert isinstance(play, HarborAgent) and play._harness.folder is not None
+            folder = play._harness.folder
+            stack.callback(lambda: ended.append(folder) if folder.exists() else None)
+            signal.raise_signal(number)
+            await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setenv("FLOTILLA_TOKEN", "t")
+    monkeypatch.setattr(box, "why_not", lambda: None)
+    monkeypatch.setattr(agents, "_tasks", lambda _: {})
+    monkeypatch.setattr(agents, "_run", run)
+
+    assert said(monkeypatch, "harbor", "any", "experiment", "--harness", "true") == 130
+    assert [folder.exists() for folder in ended] == [False]

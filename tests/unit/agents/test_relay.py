@@ -5,6 +5,8 @@ import contextlib
 import os
 from pathlib import Path
 
+import pytest
+
 from flotilla.agents.relay import MOST_CONNECTIONS, SOCKET, relaying, url_inside
 
 
@@ -33,6 +35,21 @@ async def test_bytes_are_passed_on_both_ways_and_ends_too(tmp_path: Path) -> Non
 
 async def test_an_address_where_nobody_listens_ends_the_connection(tmp_path: Path) -> None:
     assert await said_through(tmp_path, "http://127.0.0.1:9/v1", b"hello") == b""
+
+
+async def test_the_path_of_a_box_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    async with await asyncio.start_server(upper, "127.0.0.1", 0) as server:
+        async with relaying(folder, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"):
+            reader, writer = await asyncio.open_unix_connection(SOCKET)
+            writer.write(b"hello")
+            writer.write_eof()
+            answer = await reader.read()
+            writer.close()
+
+    assert answer == b"HELLO"
 
 
 async def test_a_connection_that_is_open_ends_with_the_box(tmp_path: Path) -> None:

@@ -41,13 +41,15 @@ async def test_the_path_of_a_box_may_be_long(tmp_path: Path, monkeypatch: pytest
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     monkeypatch.chdir(folder)
-    async with await asyncio.start_server(upper, "127.0.0.1", 0) as server:
-        async with relaying(folder, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"):
-            reader, writer = await asyncio.open_unix_connection(SOCKET)
-            writer.write(b"hello")
-            writer.write_eof()
-            answer = await reader.read()
-            writer.close()
+    async with (
+        await asyncio.start_server(upper, "127.0.0.1", 0) as server,
+        relaying(folder, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"),
+    ):
+        reader, writer = await asyncio.open_unix_connection(SOCKET)
+        writer.write(b"hello")
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
 
     assert answer == b"HELLO"
 

@@ -28,6 +28,7 @@ GIBIBYTE: Final = 1 << 30
 BROKEN: Final = frozenset({"error", "build_failed"})
 GONE: Final = frozenset({"destroyed", "destroying", "stopped", "stopping", "archived", "archiving"})
 PAGES: Final = 100
+SCRIPT: Final = "/tmp/flotilla-script"  # noqa: S108  in a box, which is one caller's alone
 
 
 class Daytona:
@@ -91,9 +92,10 @@ class Daytona:
 
     async def execute(self, box: Box, script: str, seconds: float) -> int:
         """Run a script by the toolbox; see ``Provider.execute``."""
-        # The toolbox splits a command into words by itself, and knows no shell.
+        # The toolbox splits a command into words by itself, and knows no shell. Of an image without base64 it is told.
         packed = base64.b64encode(script.encode()).decode()
-        body = {"command": f'sh -c "echo {packed} | base64 -d | sh"', "timeout": math.ceil(seconds)}
+        command = f'sh -c "echo {packed} | base64 -d >{SCRIPT} && exec sh {SCRIPT}"'
+        body = {"command": command, "timeout": math.ceil(seconds)}
         url = f"{box.url}/process/execute"
         # An answer of the toolbox that lasts longer than the command's own time is an error of Daytona's.
         reply = await self._ask_box(box, "POST", url, json=body, seconds=seconds + 5.0, is_repeatable=False)

@@ -2,14 +2,19 @@
 
 import asyncio
 import gzip
+import json
+import os
+import shlex
+import subprocess
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
-from flotilla.services.sandbox.providers import wire
+from flotilla.services.sandbox.providers import daytona, wire
 from flotilla.services.sandbox.providers.base import Box, Cause, Provider, ProviderFailed, Wanted
 from flotilla.services.sandbox.providers.daytona import Daytona
 from flotilla.services.sandbox.providers.docker import LAST_BYTES, Docker
@@ -243,10 +248,10 @@ async def test_what_is_answered_to_a_creation_is_read_or_is_a_failure_of_the_pro
 
 @pytest.mark.parametrize("url", ["http://[", "http://there:x", "nowhere://x", "http://there/\n"])
 async def test_an_address_that_is_none_is_a_failure_of_the_provider(url: str) -> None:
-    daytona = Daytona("http://there", KEY, "me", transport=Saying(b'{"state": "started"}'))
+    provider = Daytona("http://there", KEY, "me", transport=Saying(b'{"state": "started"}'))
 
     with pytest.raises(ProviderFailed) as failed:
-        await daytona.execute(Box("b", "b", "image", 0.0, url), "true", 0.1)
+        await provider.execute(Box("b", "b", "image", 0.0, url), "true", 0.1)
 
     assert failed.value.cause is Cause.FAILED
 
@@ -270,6 +275,26 @@ async def test_a_sandbox_of_e2b_that_is_gone_is_no_file_that_is_missing(said: st
         assert failed.value.cause is Cause.LOST
     else:
         assert await reading is None
+
+
+async def test_a_sandbox_of_daytona_without_base64_ends_as_one_in_which_nothing_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content)["command"])
+        return httpx.Response(200, stream=_Whole(b'{"exitCode": 0}'))
+
+    monkeypatch.setattr(daytona, "SCRIPT", str(tmp_path / "script"))
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    provider = Daytona("http://there", KEY, "me", transport=httpx.MockTransport(answer))
+    await provider.execute(Box("b", "b", "image", 0.0, "http://there/b"), "exit 7", 5.0)
+    words = shlex.split(asked[0])
+
+    codes = [subprocess.run(words, env={"PATH": path}).returncode for path in (os.environ["PATH"], str(tmp_path))]
+
+    assert codes == [7, 127]
 
 
 @pytest.mark.parametrize("image", ["swebench/x\nRUN id", "swebench/x\n", "a b", "", "x" * 501, "caf\u00e9"])

@@ -8,7 +8,7 @@ Source: NeMo Gym 0.4, ``responses_api_agents/simple_agent/app.py`` and ``nemo_gy
 
 import http.cookiejar
 import json
-import math
+import sys
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -159,7 +159,9 @@ def _metrics(verified: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, f
     """Take what the server measured: numbers beside the reward that the row did not have."""
     told = {name: value for name, value in verified.items() if name not in row and name != "reward"}
     return {
-        name: float(value) for name, value in told.items() if isinstance(value, int | float) and math.isfinite(value)
+        name: float(value)
+        for name, value in told.items()
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max
     }
 
 

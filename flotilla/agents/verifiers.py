@@ -95,7 +95,8 @@ class VerifiersAgent:
         output = await self._environment.run_rollout(row, client, episode.model, sampling_args={})
         if output.get("error") or output.get("reward") is None:
             raise EpisodeLost(str(output.get("error") or "the rollout has no reward"))
-        metrics = {str(name): float(value) for name, value in dict(output.get("metrics") or {}).items()}
+        told = dict(output.get("metrics") or {}).items()
+        metrics = {str(name): float(value) for name, value in told if isinstance(value, int | float)}
         return Verdict(float(output["reward"]), metrics)
 
     def row_of(self, task: Mapping[str, Any]) -> dict[str, Any]:

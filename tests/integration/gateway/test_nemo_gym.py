@@ -273,6 +273,18 @@ async def test_a_verification_without_a_number_is_no_reward() -> None:
         await play_against(app, SAYS)
 
 
+async def test_a_number_that_no_float_holds_is_no_metric_and_ends_nothing() -> None:
+    app = FastAPI()
+
+    @app.post("/{path}")
+    async def answer(path: str) -> Response:
+        return Response('{"reward": 1, "large": 1' + "0" * 400 + ', "count": 2, "odd": NaN}')
+
+    verdict = await play_against(app, SAYS)
+
+    assert verdict.metrics == {"count": 2.0, "steps": 1.0}
+
+
 def test_lines_of_other_content_than_text_are_refused_with_their_number(tmp_path: Path) -> None:
     picture = {"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}
 

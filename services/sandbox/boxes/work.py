@@ -28,6 +28,8 @@ SLACK_SECONDS: Final = 30.0
 KILLED: Final = 137
 UNABLE: Final = frozenset({71, 126, 127})
 """Exit codes of a box that cannot begin: a tool or room is missing; ``sh`` cannot be executed, or is not there."""
+LACKING: Final = 80
+"""Exit code where the command of the first phase is not there; of the second it is one more."""
 BLOCK: Final = 512
 FILE_TYPES: Final = frozenset({b"0", b"\0"})
 SIZE_DIGITS: Final = frozenset(b"01234567")
@@ -42,8 +44,9 @@ phase() {
     name=$1 seconds=$2 tool=$3
     shift 2
     if ! command -v "$tool" >/dev/null 2>&1; then
-        echo "$name missing 0 0" >>"$here/result/meta"
-        return 1
+        echo "$tool: not found" >"$here/$name.err"
+        echo "$name 127 0 0" >>"$here/result/meta"
+        return 127
     fi
     read -r began rest </proc/uptime
     timeout -s KILL "$seconds" "$@" <"$here/$name.in" >"$here/$name.out" 2>"$here/$name.err"
@@ -110,12 +113,20 @@ async def do(provider: Provider, box: Box, work: Work) -> Done:
     seconds = sum(phase.timeout_seconds for phase in work.phases) + SLACK_SECONDS
     packed, place = f"{BASE}-{name}.tar", f"{BASE}/{name}"
     await provider.write(box, packed, _pack(work))
+    # What decides whose failure it is stands here, where nothing that runs in the box can change it.
+    lacking = [
+        f"command -v {shlex.quote(phase.argv[0])} >/dev/null 2>&1 || exit {LACKING + number}; "
+        for number, phase in enumerate(work.phases)
+        if "/" not in phase.argv[0]
+    ]
     script = (
         "for tool in tar head timeout; do command -v $tool >/dev/null 2>&1 || exit 71; done; "
         f'mkdir -p {BASE} && cd {BASE} || exit 71; for old in */result.tar; do rm -rf "${{old%/*}}"; done; '
-        f"tar -xf {packed} && rm -f {packed} || exit 71; exec sh {place}/run.sh"
+        f"tar -xf {packed} && rm -f {packed} || exit 71; {''.join(lacking)}sh {place}/run.sh; exit 0"
     )
     code = await provider.execute(box, script, seconds)
+    if work.is_first and 0 <= code - LACKING < len(work.phases):
+        return _lacking(work, work.phases[code - LACKING])
     if work.is_first and code in UNABLE:
         what = "it needs sh, tar, head and timeout, and room in /tmp"
         raise ProviderFailed(Cause.REFUSED, f"nothing can run in a box of {box.image!r} (exit code {code}): {what}")
@@ -125,6 +136,11 @@ async def do(provider: Provider, box: Box, work: Work) -> Done:
         # Ended by a signal, or without results, is also what a box that is taken away looks like.
         await provider.execute(box, "exit 0", SLACK_SECONDS)
     return _read(work, result, code)
+
+
+def _lacking(work: Work, phase: Phase) -> Done:
+    detail = f"the image has no {phase.argv[0]!r}"
+    return Done((PhaseResult(phase.name, NOT_STARTED, None, 0.0, detail=detail),), {}, (), b"")
 
 
 def _pack(work: Work) -> bytes:
@@ -147,7 +163,6 @@ def _pack(work: Work) -> bytes:
     ]
     lines.append(f'[ -f "$here/{TOLD}" ] && head -c 4096 "$here/{TOLD}" >"$here/result/{TOLD}"')
     lines.append('tar -cf "$here/result.part" -C "$here/result" . && mv "$here/result.part" "$here/result.tar"')
-    lines.append("exit 0")
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         _add(archive, f"{name}/run.sh", "\n".join(lines).encode() + b"\n")
@@ -222,10 +237,6 @@ def _phases(work: Work, found: Mapping[str, bytes]) -> tuple[PhaseResult, ...]:
     for phase, line in zip(work.phases, lines, strict=False):
         words = line.split()
         if len(words) != 4 or words[0] != phase.name:
-            break
-        if words[1] == "missing":
-            detail = f"the image has no {phase.argv[0]!r}"
-            results.append(PhaseResult(phase.name, NOT_STARTED, None, 0.0, detail=detail))
             break
         try:
             code, seconds = int(words[1]), float(words[3]) - float(words[2])

@@ -2,15 +2,17 @@
 
 import base64
 import io
+import subprocess
 import tarfile
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from flotilla.services.sandbox.boxes.conversation import BoxConversation
-from flotilla.services.sandbox.boxes.work import Work, do, told
+from flotilla.services.sandbox.boxes.work import BASE, Work, do, told
 from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, OVER_LIMIT, TIMED_OUT, Cell, Phase
 from flotilla.services.sandbox.limits import Limits
 from flotilla.services.sandbox.providers.base import Box, Cause, Found, ProviderFailed, Wanted
@@ -86,7 +88,7 @@ async def test_files_and_script_go_as_one_archive() -> None:
         ("run 137 1 11.2", TIMED_OUT, None, "time limit exceeded: 10 s"),
         ("run 124 1 11", TIMED_OUT, None, "time limit exceeded: 10 s"),
         ("run 124 1 2", EXITED, 124, ""),
-        ("run missing 0 0", NOT_STARTED, None, "the image has no 'python3'"),
+        ("run missing 0 0", OVER_LIMIT, None, "left no results"),
     ],
 )
 async def test_how_a_command_ended_is_read(meta: str, outcome: str, code: int | None, words: str) -> None:
@@ -211,6 +213,44 @@ async def test_an_image_in_which_nothing_can_run_is_no_failure_of_the_program(co
     assert failed.value.cause is Cause.REFUSED
     later = await do(Given(None, code), BOX, Work((PHASE,), Limits()))
     assert later.phases[0].outcome == OVER_LIMIT, "a session may have removed it"
+
+
+@pytest.mark.parametrize(("code", "tool", "is_first"), [(80, "g++", True), (81, "python3", True), (80, "", False)])
+async def test_an_image_without_a_language_is_told_where_nothing_in_the_box_can_say_so(
+    code: int, tool: str, is_first: bool
+) -> None:
+    given = Given(packed({"meta": b"compile 0 1 2\nrun 0 1 2"}), code)
+    phases = (Phase("compile", ("g++", "main.cpp"), 10.0), PHASE)
+
+    done = await do(given, BOX, Work(phases, Limits(), is_first=is_first))
+
+    last = done.phases[-1]
+    assert last.outcome == (NOT_STARTED if is_first else OVER_LIMIT)
+    assert not is_first or last.detail == f"the image has no {tool!r}"
+
+
+async def test_what_a_compiler_does_not_make_is_the_programs_failure(tmp_path: Path) -> None:
+    class Here(Given):
+        """A provider whose one box is a directory."""
+
+        async def execute(self, box: Box, script: str, seconds: float) -> int:
+            for path, content in self.written.items():
+                Path(self.inside(path)).write_bytes(content)
+            return subprocess.run(["sh", "-c", self.inside(script)], cwd=tmp_path).returncode
+
+        async def read(self, box: Box, path: str, max_bytes: int) -> bytes | None:
+            return Path(self.inside(path)).read_bytes() if Path(self.inside(path)).exists() else None
+
+        def inside(self, text: str) -> str:
+            return text.replace(BASE, str(tmp_path / "flotilla"))
+
+    phases = (Phase("compile", ("true",), 10.0), Phase("run", ("./main",), 10.0))
+    done = await do(Here(None), BOX, Work(phases, Limits(), is_first=True))
+    lacking = await do(Here(None), BOX, Work((Phase("run", ("no-such-tool",), 1.0),), Limits(), is_first=True))
+
+    assert [(phase.outcome, phase.return_code) for phase in done.phases] == [(EXITED, 0), (EXITED, 127)]
+    assert done.phases[1].output()[1] == "./main: not found\n"
+    assert (lacking.phases[0].outcome, lacking.phases[0].detail) == (NOT_STARTED, "the image has no 'no-such-tool'")
 
 
 @pytest.mark.parametrize(

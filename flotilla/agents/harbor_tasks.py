@@ -33,7 +33,7 @@ AS_DONE = frozenset({"from", "cmd", "entrypoint", "label", "expose", "maintainer
 
 
 class _Phase(TolerantWire):
-    timeout_sec: float | None = Field(None, gt=0)
+    timeout_sec: float | None = Field(None, gt=0, allow_inf_nan=False)
     user: str | int | None = None
     network_mode: str | None = None
 
@@ -242,6 +242,8 @@ def _take(image: Image, name: str, rest: str, environment: Path, skip_run: bool)
         image.workdir = image.workdir / rest
     elif name == "env":
         words = shlex.split(rest)
+        if not words:
+            raise ValueError("names a variable and its value")
         pairs = [word.split("=", 1) for word in words] if "=" in words[0] else [[words[0], " ".join(words[1:])]]
         for key, _ in pairs:
             if not NAME.fullmatch(key):
@@ -257,12 +259,17 @@ def _take(image: Image, name: str, rest: str, environment: Path, skip_run: bool)
 
 def _copies(workdir: PurePosixPath, rest: str, environment: Path) -> Iterator[tuple[Path, PurePosixPath]]:
     """Yield what an instruction copies, and where to: folders by what is in them, as Docker does."""
-    words = shlex.split(rest)
-    flags = [word for word in words if word.startswith("--")]
+    flags = []
+    while rest.startswith("--"):
+        flag, _, rest = rest.partition(" ")
+        flags.append(flag)
+        rest = rest.lstrip()
     if any(not flag.startswith(("--chown=", "--chmod=", "--link")) for flag in flags) or "<<" in rest:
         raise ValueError("copies from the task's own environment folder alone")
-    plain = [word for word in words if word not in flags]
-    *sources, target = json.loads(" ".join(plain)) if plain[:1] and plain[0].startswith("[") else plain
+    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    if len(words) < 2 or not all(isinstance(word, str) for word in words):
+        raise ValueError("names what is copied, and where to")
+    *sources, target = words
     is_folder = target.endswith("/") or target in {".", "./"} or len(sources) > 1
     for source in sources:
         for path in _found(environment, source):

@@ -20,7 +20,7 @@ WORKDIR /srv
 WORKDIR work
 COPY --chown=root:root data /srv/data/
 COPY a.txt b.txt ./
-COPY a.txt /etc/renamed
+COPY ["a.txt", "/etc/renamed"]
 CMD ["bash"]
 """
 
@@ -106,6 +106,7 @@ def test_a_task_that_says_nothing_works_in_app(tmp_path: Path) -> None:
         ("[verifier]\nenvironment_mode = 'separate'", "tests in an environment of their own"),
         ("[verifier]\nenv = { A = '${NOT_THERE}' }", "environment variable NOT_THERE"),
         ("[agent]\ntimeout_sec = -1", "timeout_sec"),
+        ("[agent]\ntimeout_sec = inf", "timeout_sec"),
         ("version =", "hello"),
     ],
 )
@@ -123,6 +124,10 @@ def test_what_a_box_has_not_is_refused_by_name(tmp_path: Path, config: str, reas
         ("COPY --from=base /a /b", "own environment folder alone"),
         ("COPY ../task.toml /app/", "outside of the task|there is no"),
         ("COPY nothing /app/", "there is no nothing"),
+        ("COPY a.txt", "names what is copied"),
+        ("COPY [1, 2]", "names what is copied"),
+        ('COPY ["a.txt", "/app/"', "Expecting"),
+        ("ENV", "names a variable"),
         ("USER somebody", "not done in a box"),
         ("ARG VERSION", "not done in a box"),
     ],

@@ -33,7 +33,7 @@ AS_DONE = frozenset({"from", "cmd", "entrypoint", "label", "expose", "maintainer
 
 
 class _Phase(TolerantWire):
-    timeout_sec: float | None = Field(None, gt=0, allow_inf_nan=False)
+    timeout_sec: float | None = Field(None, gt=0)
     user: str | int | None = None
     network_mode: str | None = None
 

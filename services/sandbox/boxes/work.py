@@ -28,6 +28,8 @@ SLACK_SECONDS: Final = 30.0
 KILLED: Final = 137
 UNABLE: Final = frozenset({71, 126, 127})
 """Exit codes of a box that cannot begin: a tool or room is missing; ``sh`` cannot be executed, or is not there."""
+GONE: Final = 72
+"""Exit code where nothing has run in the box although something has: it is another one in the place of the first."""
 LACKING: Final = 80
 """Exit code where the command of the first phase is not there; of the second it is one more."""
 BLOCK: Final = 512
@@ -119,7 +121,8 @@ async def do(provider: Provider, box: Box, work: Work) -> Done:
         for number, phase in enumerate(work.phases)
         if "/" not in phase.argv[0]
     ]
-    script = (
+    there = f"[ -d {BASE} ] || exit {GONE}; "
+    script = ("" if work.is_first else there) + (
         "for tool in tar head timeout; do command -v $tool >/dev/null 2>&1 || exit 71; done; "
         f'mkdir -p {BASE} && cd {BASE} || exit 71; for old in */result.tar; do rm -rf "${{old%/*}}"; done; '
         f"tar -xf {packed} && rm -f {packed} || exit 71; {''.join(lacking)}sh {place}/run.sh; exit 0"
@@ -131,10 +134,13 @@ async def do(provider: Provider, box: Box, work: Work) -> Done:
         what = "it needs sh, tar, head and timeout, and room in /tmp"
         raise ProviderFailed(Cause.REFUSED, f"nothing can run in a box of {box.image!r} (exit code {code}): {what}")
     most = 2 * len(work.phases) * work.limits.output_bytes + work.limits.fetch_bytes + (1 << 20)
+    if code not in {0, GONE}:
+        # The script was killed: by what ran, or with its box.
+        code_now = await provider.execute(box, there, SLACK_SECONDS)
+        code = GONE if code_now == GONE else code
+    if code == GONE:
+        raise ProviderFailed(Cause.LOST, "the box is another one than before, and empty")
     result = await provider.read(box, f"{place}/result.tar", most) if code == 0 else None
-    if result is None:
-        # Ended by a signal, or without results, is also what a box that is taken away looks like.
-        await provider.execute(box, "exit 0", SLACK_SECONDS)
     return _read(work, result, code)
 
 

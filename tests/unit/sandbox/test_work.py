@@ -2,6 +2,7 @@
 
 import base64
 import io
+import shutil
 import subprocess
 import tarfile
 import tracemalloc
@@ -12,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from flotilla.services.sandbox.boxes.conversation import BoxConversation
-from flotilla.services.sandbox.boxes.work import BASE, Work, do, told
+from flotilla.services.sandbox.boxes.work import BASE, GONE, Work, do, told
 from flotilla.services.sandbox.guard.job import EXITED, NOT_STARTED, OVER_LIMIT, TIMED_OUT, Cell, Phase
 from flotilla.services.sandbox.limits import Limits
 from flotilla.services.sandbox.providers.base import Box, Cause, Found, ProviderFailed, Wanted
@@ -199,7 +200,7 @@ class Lost(Given):
         return await super().execute(box, script, seconds)
 
 
-@pytest.mark.parametrize("code", [0, 137, 143])
+@pytest.mark.parametrize("code", [137, 143])
 async def test_a_box_that_was_taken_away_is_no_failure_of_the_program(code: int) -> None:
     with pytest.raises(ProviderFailed, match="gone"):
         await do(Lost(None, code), BOX, Work((PHASE,), Limits(), is_first=True))
@@ -229,24 +230,67 @@ async def test_an_image_without_a_language_is_told_where_nothing_in_the_box_can_
     assert not is_first or last.detail == f"the image has no {tool!r}"
 
 
-async def test_what_a_compiler_does_not_make_is_the_programs_failure(tmp_path: Path) -> None:
-    class Here(Given):
-        """A provider whose one box is a directory."""
+class Here(Given):
+    """A provider whose one box is a directory."""
 
+    def __init__(self, root: Path) -> None:
+        super().__init__(None)
+        self.root = root
+
+    async def execute(self, box: Box, script: str, seconds: float) -> int:
+        for path, content in self.written.items():
+            Path(self.inside(path)).write_bytes(content)
+        self.written.clear()
+        code = subprocess.run(["sh", "-c", self.inside(script)], cwd=self.root, start_new_session=True).returncode
+        return code if code >= 0 else 128 - code
+
+    async def read(self, box: Box, path: str, max_bytes: int) -> bytes | None:
+        return Path(self.inside(path)).read_bytes() if Path(self.inside(path)).exists() else None
+
+    def inside(self, text: str) -> str:
+        return text.replace(BASE, str(self.root / "flotilla"))
+
+
+def shell(command: str) -> tuple[Phase, ...]:
+    return (Phase("run", ("sh", "-c", command), 10.0),)
+
+
+@pytest.mark.parametrize("command", ["kill -9 0", "rm -rf ../*", "kill -9 $PPID; kill -9 0"])
+async def test_a_program_that_takes_its_results_away_has_failed(tmp_path: Path, command: str) -> None:
+    done = await do(Here(tmp_path), BOX, Work(shell(command), Limits(), is_first=True))
+
+    assert done.phases[0].outcome == OVER_LIMIT or done.phases[0].return_code != 0
+
+
+async def test_a_box_in_the_place_of_one_that_was_lost_is_not_taken_for_it(tmp_path: Path) -> None:
+    """Kubernetes makes a pod of the same name anew, and what an agent had left in it would be graded as missing."""
+    provider = Here(tmp_path)
+    await do(provider, BOX, Work(shell("echo answer > solution"), Limits(), is_first=True))
+    kept = await do(provider, BOX, Work(shell("cat solution"), Limits()))
+    shutil.rmtree(tmp_path / "flotilla")
+
+    with pytest.raises(ProviderFailed, match="another one") as lost:
+        await do(provider, BOX, Work(shell("cat solution"), Limits()))
+
+    assert kept.phases[0].output()[0] == "answer\n"
+    assert lost.value.cause is Cause.LOST
+
+
+async def test_a_box_that_is_made_anew_while_a_program_runs_is_no_failure_of_it(tmp_path: Path) -> None:
+    class Anew(Here):
         async def execute(self, box: Box, script: str, seconds: float) -> int:
-            for path, content in self.written.items():
-                Path(self.inside(path)).write_bytes(content)
-            return subprocess.run(["sh", "-c", self.inside(script)], cwd=tmp_path).returncode
+            await super().execute(box, script, seconds)
+            shutil.rmtree(tmp_path / "flotilla", ignore_errors=True)
+            return GONE if "run.sh" not in script else 137
 
-        async def read(self, box: Box, path: str, max_bytes: int) -> bytes | None:
-            return Path(self.inside(path)).read_bytes() if Path(self.inside(path)).exists() else None
+    with pytest.raises(ProviderFailed, match="another one"):
+        await do(Anew(tmp_path), BOX, Work(shell("true"), Limits(), is_first=True))
 
-        def inside(self, text: str) -> str:
-            return text.replace(BASE, str(tmp_path / "flotilla"))
 
+async def test_what_a_compiler_does_not_make_is_the_programs_failure(tmp_path: Path) -> None:
     phases = (Phase("compile", ("true",), 10.0), Phase("run", ("./main",), 10.0))
-    done = await do(Here(None), BOX, Work(phases, Limits(), is_first=True))
-    lacking = await do(Here(None), BOX, Work((Phase("run", ("no-such-tool",), 1.0),), Limits(), is_first=True))
+    done = await do(Here(tmp_path), BOX, Work(phases, Limits(), is_first=True))
+    lacking = await do(Here(tmp_path), BOX, Work((Phase("run", ("no-such-tool",), 1.0),), Limits(), is_first=True))
 
     assert [(phase.outcome, phase.return_code) for phase in done.phases] == [(EXITED, 0), (EXITED, 127)]
     assert done.phases[1].output()[1] == "./main: not found\n"

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 NO_MORE = frozenset({401, 403, 404, 409})
 """Statuses that no patience changes: the experiment has ended, or the token is for it no longer."""
-LATER = frozenset({408, 409, 425, 429})
+LATER = frozenset({408, 425, 429})
 """Of those below 500, statuses that are no refusal of what was asked."""
 AWAY = frozenset({0, 502, 503, 504})
 """Statuses of a gateway that is not there, or of one that does not lead."""
@@ -72,7 +72,7 @@ async def play_all(gateway: str, experiment: str, token: str, play: Play, *, par
         gateway: its URL, or those of several with commas between them, of which the one that leads is asked.
 
     Raises:
-        ExceptionGroup: of that, or of ``InvalidSpec``: the experiment is none for agents, or the token none for it.
+        ExceptionGroup: of that, or of ``InvalidSpec``: the experiment is none for agents.
     """
     limits = httpx.Limits(max_connections=parallel)
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, verify=tls_context()) as client:
@@ -88,13 +88,15 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
         status, found = await gateways.post(
             f"/v1/experiments/{experiment}/episodes", token, {"wait_seconds": WAIT_SECONDS}
         )
-        if 400 <= status < 500 and status not in LATER and not (is_known and status in NO_MORE):
+        if status in NO_MORE:
+            # Where it never was otherwise, the experiment or the token may be a wrong one.
+            facts = {"status": status, "detail": found.get("detail")}
+            log.log(logging.INFO if is_known else logging.WARNING, "no more episodes", extra=facts)
+            return done
+        if 400 <= status < 500 and status not in LATER:
             why = found.get("detail") or found.get("title") or "no detail"
             raise InvalidSpec(f"the gateway hands out no episodes of {experiment} ({status}): {why}")
         is_known = is_known or status != 0
-        if status in NO_MORE:
-            log.info("no more episodes", extra={"status": status, "detail": found.get("detail")})
-            return done
         if status != 201:
             await asyncio.sleep(PAUSE_SECONDS)
             continue

@@ -118,21 +118,27 @@ def refusing(*answers: tuple[int, dict[str, Any]]) -> httpx.MockTransport:
 OPENED = {"episode_id": "e", "key": "k", "base_url": "http://g/v1", "model": "m", "task": {}, "seconds": 0.05}
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+@pytest.mark.parametrize("status", [400, 413, 422])
 async def test_an_experiment_that_hands_out_nothing_to_this_agent_is_an_error_and_not_waited_for(status: int) -> None:
     async with httpx.AsyncClient(transport=refusing((status, {"detail": "why not"}))) as client:
         with pytest.raises(InvalidSpec, match=rf"no episodes of x \({status}\): why not"):
             await episodes._play(Gateways("http://g", client), "x", "t", lambda _: pytest.fail("it plays"))
 
 
-@pytest.mark.parametrize(("first", "last"), [((503, {}), 404), ((429, {}), 401), ((503, {}), 409)])
-async def test_an_experiment_that_is_over_ends_the_agent(
-    first: tuple[int, dict[str, Any]], last: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answers", [[503, 404], [429, 401], [503, 409], [404], [401], [403]])
+async def test_an_experiment_that_is_over_ends_the_agent_and_one_that_never_was_is_said(
+    answers: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(episodes, "PAUSE_SECONDS", 0.0)
+    transport = refusing(*((status, {"detail": "why"}) for status in answers))
 
-    async with httpx.AsyncClient(transport=refusing(first, (last, {}))) as client:
+    async with httpx.AsyncClient(transport=transport) as client:
         assert await episodes._play(Gateways("http://g", client), "x", "t", lambda _: pytest.fail("it plays")) == 0
+
+    said = [
+        (each.levelname, getattr(each, "detail", None)) for each in caplog.records if each.name == episodes.__name__
+    ]
+    assert said == ([("WARNING", "why")] if len(answers) == 1 else [])
 
 
 async def test_an_episode_that_never_ends_is_given_up_when_the_fleet_has() -> None:

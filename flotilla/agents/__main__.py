@@ -21,7 +21,6 @@ from flotilla.agents.openrlhf import OpenRlhfAgent, load_agent
 from flotilla.agents.rows import write_rows
 from flotilla.agents.tasksets import has_tasksets, load_taskset, rows_of_taskset, serving
 from flotilla.agents.verifiers import VerifiersAgent, load_environment, new_client, rows_of
-from flotilla.services.sandbox.trees import own_directory
 from flotilla.shared.environment.secret_variables import forget_secrets
 from flotilla.shared.environment.settings import IPNetwork, networks_from
 from flotilla.shared.errors import FlotillaError, InvalidRequest, InvalidSpec
@@ -123,8 +122,7 @@ async def _play_of(arguments: argparse.Namespace, stack: AsyncExitStack) -> Play
                 readable,
                 keep=arguments.keep,
                 is_closed=arguments.closed,
-                # What is left of an agent that is killed the next one removes.
-                folder=stack.enter_context(own_directory()),
+                folder=stack.enter_context(box.folder_of_boxes()),
             )
             return HarborAgent(_tasks(arguments), harness)
     if has_tasksets():

@@ -15,12 +15,12 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 from flotilla.agents.relay import INSIDE, SOCKET, relaying
-from flotilla.services.sandbox.trees import remove_tree
+from flotilla.services.sandbox.trees import own_directory, remove_tree
 from flotilla.shared.errors import InvalidSpec, Unavailable
 
 log = logging.getLogger(__name__)
@@ -133,6 +133,11 @@ def why_not() -> str | None:
     tried = [bwrap, "--unshare-user", "--unshare-pid", "--ro-bind", "/", "/", "--", "/bin/true"]
     done = subprocess.run(tried, capture_output=True, text=True, timeout=30, check=False)
     return None if done.returncode == 0 else f"bwrap cannot make namespaces here: {done.stderr.strip()[:300]}"
+
+
+def folder_of_boxes() -> AbstractContextManager[Path]:
+    """Have a folder for boxes; what is in that of an agent that was killed the next one removes."""
+    return own_directory()
 
 
 @asynccontextmanager

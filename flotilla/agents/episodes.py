@@ -90,12 +90,11 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
         )
         if status in NO_MORE:
             # Where it never was otherwise, the experiment or the token may be a wrong one.
-            facts = {"status": status, "detail": found.get("detail")}
+            facts = {"status": status, "detail": _why(found)}
             log.log(logging.INFO if is_known else logging.WARNING, "no more episodes", extra=facts)
             return done
         if 400 <= status < 500 and status not in LATER:
-            why = found.get("detail") or found.get("title") or "no detail"
-            raise InvalidSpec(f"the gateway hands out no episodes of {experiment} ({status}): {why}")
+            raise InvalidSpec(f"the gateway hands out no episodes of {experiment} ({status}): {_why(found)}")
         is_known = is_known or status != 0
         if status != 201:
             await asyncio.sleep(PAUSE_SECONDS)
@@ -111,7 +110,7 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
             continue
         status, found = await _complete(gateways, episode, verdict)
         if status != 200:
-            facts = {"episode": episode.id, "status": status, "detail": found.get("detail")}
+            facts = {"episode": episode.id, "status": status, "detail": _why(found)}
             log.warning("the episode's reward was not taken", extra=facts)
         done += status == 200
 
@@ -146,6 +145,11 @@ async def _complete(gateways: "Gateways", episode: Episode, verdict: Verdict) ->
 
 Answer = tuple[int, dict[str, Any]]
 """Status and document."""
+
+
+def _why(found: Mapping[str, Any]) -> Any:
+    """Take from an answer why it is a refusal."""
+    return found.get("detail")
 
 
 class Gateways:

@@ -55,7 +55,7 @@ async def recorded_state(settings: GatewaySettings, folders: Sequence[Path]) -> 
     finally:
         await state.logs.aclose()
         await state.episodes.rollouts.aclose()
-        state.samples.reads.close()
+        state.samples.close()
 
 
 def _open_nothing(experiment_id: str, lane: Lane, *, lease_seconds: float | None = None) -> MemoryDataPlane:

@@ -111,4 +111,4 @@ async def running(state: GatewayState) -> AsyncIterator[GatewayState]:
         await signals.end(*tasks)
         await state.logs.aclose()
         await state.episodes.rollouts.aclose()
-        state.samples.reads.close()
+        state.samples.close()

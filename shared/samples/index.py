@@ -11,15 +11,12 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flotilla.shared.samples.folder import SAMPLES, read_columns, step_name, stored_states
 from flotilla.shared.samples.query import SampleOrder, SampleQuery
-
-if TYPE_CHECKING:
-    from flotilla.shared.schemas.sample_kinds import SampleFile
 
 log = logging.getLogger(__name__)
 
@@ -106,19 +103,6 @@ class SampleIndex:
         """
         with self._turn:
             return self._refresh(seconds, first)
-
-    def add(self, file: SampleFile) -> None:
-        """Take in a file that this process has just written, from memory: it need not be read back.
-
-        Raises:
-            OSError: the file is not there (any more).
-        """
-        with self._turn:
-            state = (self.path / file.name).lstat()
-            database = self._open()
-            with database:
-                _forget(database, file.name)
-                _insert(database, file.name, state.st_mtime_ns, state.st_size, _rows_of(file))
 
     def find(
         self, query: SampleQuery, *, limit: int, offset: int = 0, newest: int | None = None, seconds: float
@@ -222,20 +206,7 @@ def _read(database: sqlite3.Connection, folder: Path, name: str, modified_ns: in
         return
     except (OSError, ArrowException) as error:
         log.warning("a file of samples cannot be read", extra={"name_of_file": name, "error": repr(error)})
-    _insert(database, name, modified_ns, size_bytes, zip(*(columns[column] for column in COLUMNS), strict=True))
-
-
-def _rows_of(file: SampleFile) -> Iterator[tuple[Any, ...]]:
-    """Make of a file's samples the rows that reading it would give: the values of ``COLUMNS``."""
-    for place, kept in enumerate(file.groups):
-        kind, task = kept.kind.value, kept.group.task
-        for member, each in enumerate(kept.group.trajectories):
-            yield place, member, kind, file.step, task.group_id, task.row, each.status.value, each.reward
-
-
-def _insert(
-    database: sqlite3.Connection, name: str, modified_ns: int, size_bytes: int, rows: Iterable[tuple[Any, ...]]
-) -> None:
+    rows = zip(*(columns[column] for column in COLUMNS), strict=True)
     identity = _new_id(database, modified_ns)
     database.executemany(
         f"INSERT INTO samples (id, {', '.join(COLUMNS)}) VALUES (?, {', '.join('?' * len(COLUMNS))})",  # noqa: S608

@@ -15,7 +15,7 @@ from typing import Any
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.datasets.finished import WrittenAnswers
-from flotilla.services.gateway.evaluation.keeping import EvaluationKeeper, OnWritten, right_and_wrong
+from flotilla.services.gateway.evaluation.keeping import EvaluationKeeper, right_and_wrong
 from flotilla.services.gateway.evaluation.schedule import due_version
 from flotilla.services.gateway.evaluation.summary import summarise_sets
 from flotilla.services.gateway.events.log import EventLog
@@ -54,7 +54,6 @@ class Evaluator:
 
     Args:
         written: where answers are graded that were written before; None where rollouts answer.
-        on_written: told of each file of answers, where one is kept.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class Evaluator:
         events: EventLog,
         clock: Clock,
         written: WrittenAnswers | None = None,
-        on_written: OnWritten | None = None,
     ) -> None:
         assert experiment.spec.evaluation is not None
         self._config: EvaluationConfig = experiment.spec.evaluation
@@ -75,7 +73,7 @@ class Evaluator:
         self._events = events
         self._clock = clock
         self._written = written
-        self._keeper = EvaluationKeeper(experiment, on_written)
+        self._keeper = EvaluationKeeper(experiment)
         self._looked_for_leftovers_at: float | None = None
         self._num_answers = self._config.group_size if written is None else written.num_answers(dataset)
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,13 @@ from flotilla.shared.schemas.trajectory import Group
 log = logging.getLogger(__name__)
 
 MOST_CHARACTERS = 400
-OnWritten = Callable[[SampleFile], None]
 
 
 class EvaluationKeeper:
-    """Keeps the answers of one experiment's evaluations, if its spec keeps samples.
+    """Keeps the answers of one experiment's evaluations, if its spec keeps samples."""
 
-    Args:
-        on_written: called in a thread with each file that was written.
-    """
-
-    def __init__(self, experiment: Experiment, on_written: OnWritten | None = None) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._on_written = on_written
         self._folder: SampleFolder | None = None
 
     async def keep(self, groups: Sequence[Group], *, version: int, step: int) -> None:
@@ -42,15 +35,10 @@ class EvaluationKeeper:
         kept = [KeptGroup(group, SampleKind.EVALUATION) for group in ordered]
         file = SampleFile(evaluation_name(version), kept, step, version, {"num_groups": len(kept)})
         try:
-            await asyncio.to_thread(self._write, self._folder, file)
-        except (OSError, sqlite3.Error) as error:
+            await asyncio.to_thread(self._folder.write, file)
+        except OSError as error:
             facts = {"experiment_id": self._experiment.id, "version": version, "error": repr(error)}
             log.warning("samples of an evaluation cannot be kept", extra=facts)
-
-    def _write(self, folder: SampleFolder, file: SampleFile) -> None:
-        folder.write(file)
-        if self._on_written is not None:
-            self._on_written(file)
 
 
 def right_and_wrong(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -88,9 +88,12 @@ async def samples(
         return SamplePage.model_validate(page)
 
     try:
-        return await gateway.samples.reads.read(request.state.shown.principal.actor, read)
+        page = await gateway.samples.reads.read(request.state.shown.principal.actor, read)
     except (OSError, sqlite3.Error) as error:
         raise Unavailable(f"the samples of {experiment_id} cannot be read: {error}") from error
+    if page.num_unread:
+        gateway.samples.read_on(experiment)
+    return page
 
 
 def _texts_of(model: ModelConfig) -> TokenTexts | None:

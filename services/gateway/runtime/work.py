@@ -74,7 +74,6 @@ class ExperimentWork:
             OrphanedClaims(experiment, parts.registry, parts.events, parts.fleet.left.of(experiment)).run(),
             self._tracking.run(experiment),
             self._uploads.run(experiment),
-            parts.samples.follow(experiment),
         ]
         if dataset is not None:
             outcomes = parts.measurements.of(experiment).outcomes
@@ -99,8 +98,7 @@ class ExperimentWork:
             lanes.append(self._shifts(experiment).run())
         if held_out is not None:
             written = None if experiment.spec.written_answers is None else WrittenAnswers(experiment.spec)
-            take_in = parts.samples.of(experiment).add
-            evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written, take_in)
+            evaluator = Evaluator(experiment, held_out, parts.repository, parts.events, parts.clock, written)
             lanes.append(_evaluate(evaluator, written))
         await signals.run_together(*map(asyncio.create_task, lanes))
 

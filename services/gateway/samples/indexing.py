@@ -1,4 +1,4 @@
-"""Keeps the index of an experiment's samples up to date, so that who looks at them does not wait for it."""
+"""Reads the samples of experiments for those who look at them, and brings the index of them up to date meanwhile."""
 
 import asyncio
 import logging
@@ -16,9 +16,9 @@ from flotilla.shared.samples.index import SampleIndex
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
 READ_SECONDS = 0.5
 """At a stretch: a query takes its turn in between."""
+PAUSE_SECONDS = 0.1
 
 
 Result = TypeVar("Result")
@@ -82,11 +82,16 @@ class SampleReads:
 
 
 class SampleIndexes:
-    """The index of each experiment, opened when it is first asked for, and those who read what it finds."""
+    """The index of each experiment, opened when it is first asked for, and those who read what it finds.
+
+    Files are read for whoever looks: nobody may ever, and a run writes one in each step.
+    """
 
     def __init__(self) -> None:
         self.reads = SampleReads()
         self._opened: PerExperiment[list[SampleIndex]] = PerExperiment(list)
+        self._behind: PerExperiment[list[asyncio.Task[None]]] = PerExperiment(list)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def of(self, experiment: Experiment) -> SampleIndex:
         """Find the index of an experiment."""
@@ -101,14 +106,31 @@ class SampleIndexes:
         while opened:
             opened.pop().close()
 
-    async def follow(self, experiment: Experiment) -> None:
-        """Read new files until cancelled."""
-        index = self.of(experiment)
-        while True:
-            try:
-                _, num_unread = await asyncio.to_thread(index.refresh, seconds=READ_SECONDS)
-            except (OSError, sqlite3.Error) as error:
-                facts = {"experiment_id": experiment.id, "error": repr(error)}
-                log.warning("samples cannot be indexed", extra=facts)
-                num_unread = 0
-            await asyncio.sleep(LOOK_SECONDS if num_unread == 0 else 0.1)
+    def read_on(self, experiment: Experiment) -> None:
+        """Read in the background what a look has left unread: who looks again finds more."""
+        behind = self._behind.of(experiment)
+        if behind and not behind[0].done():
+            return
+        reading = asyncio.create_task(self._read_all(experiment), name="sample index")
+        behind[:] = [reading]
+        self._tasks.add(reading)
+        reading.add_done_callback(self._tasks.discard)
+
+    async def _read_all(self, experiment: Experiment) -> None:
+        opened = self._opened.of(experiment)
+        try:
+            while opened:
+                _, num_unread = await asyncio.to_thread(opened[0].refresh, seconds=READ_SECONDS)
+                if num_unread == 0:
+                    return
+                await asyncio.sleep(PAUSE_SECONDS)
+        except (OSError, sqlite3.Error) as error:
+            # The next look tries again.
+            facts = {"experiment_id": experiment.id, "error": repr(error)}
+            log.warning("samples cannot be indexed", extra=facts)
+
+    def close(self) -> None:
+        """Read no more; what is under way ends by itself."""
+        for each in self._tasks:
+            each.cancel()
+        self.reads.close()

@@ -1,7 +1,6 @@
 """The evaluator over the data plane in memory."""
 
 import asyncio
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.samples.folder import SAMPLES, stored_files
-from flotilla.shared.samples.index import DATABASE
 from flotilla.shared.samples.table import to_groups
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.schemas.task import Task
@@ -51,24 +49,6 @@ async def answer(experiment: Experiment, rewards: list[float], *, num_failed: in
     for claim in await reward.claim(9, wait_seconds=0.05):
         await reward.forward(claim, a_group(claim.task(), rewards=rewards))
     return tasks
-
-
-async def test_the_index_takes_in_its_answers_as_they_are_written(tmp_path: Path) -> None:
-    gateway, experiment, _ = await an_evaluator()
-    await gateway.repository.update(experiment, directory=str(tmp_path))
-    index = gateway.samples.of(experiment)
-    dataset = Dataset(ROWS, experiment.spec.data, 0)
-    evaluator = Evaluator(experiment, dataset, gateway.repository, gateway.events, gateway.clock, None, index.add)
-    async with running(evaluator.run()):
-        await answer(experiment, [1.0])
-        await until(lambda: experiment.record.evaluated_version == 0)
-
-    with sqlite3.connect(tmp_path / SAMPLES / DATABASE) as database:
-        indexed = database.execute("SELECT row, reward FROM samples ORDER BY row").fetchall()
-    database.close()
-    assert indexed == [(row, 1.0) for row in range(len(ROWS))]
-    assert index.refresh(seconds=1) == (1, 0)
-    index.close()
 
 
 async def test_its_answers_are_kept_and_a_right_and_a_wrong_one_are_told(tmp_path: Path) -> None:

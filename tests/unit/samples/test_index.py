@@ -187,37 +187,6 @@ def test_an_index_that_was_asked_before_there_was_anything_is_kept_on_disk_then(
     assert (tmp_path / "samples" / DATABASE).exists()
 
 
-def test_a_file_that_was_just_written_is_found_as_if_it_were_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = a_record(tmp_path)
-    groups = [a_group(9, rewards=[0.75, -0.5]), a_group(8, rewards=[1.0, 0.0])]
-    file = SampleFile(evaluation_name(2), [KeptGroup(each, SampleKind.EVALUATION) for each in groups], 2, 2)
-    assert len(page(index).items) == 13
-    write(tmp_path, file)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(index_module, "_read", lambda *_: pytest.fail("it is read back"))
-        index.add(file)
-        found = page(index, order=SampleOrder.BEST)
-        again = index.refresh(seconds=1)
-    index.close()
-    (tmp_path / "samples" / DATABASE).unlink()
-
-    assert again == (5, 0)
-    assert page(SampleIndex(tmp_path), order=SampleOrder.BEST) == found
-    assert [each.group_id for each in page(index, step=2, kinds=(SampleKind.EVALUATION,)).items] == [9, 9, 8, 8]
-
-
-def test_a_file_that_is_gone_is_not_taken_in(tmp_path: Path) -> None:
-    index = a_record(tmp_path)
-
-    with pytest.raises(FileNotFoundError):
-        index.add(SampleFile(evaluation_name(2), [KeptGroup(a_group(9), SampleKind.EVALUATION)], 2, 2))
-
-    assert index.refresh(seconds=1) == (4, 0)
-
-
 def test_tokens_come_with_null_for_what_has_no_value(tmp_path: Path) -> None:
     index = a_record(tmp_path)
 

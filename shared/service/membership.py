@@ -3,6 +3,9 @@
 Two calls take turns. The *poll* waits at the gateway until the desired state changes, and so keeps the lease; the
 *push* sends an observation at once when something worth telling happened. Either answer is the whole desired state,
 so it does not matter which arrives. One that another overtook is older than what was applied: it is asked for again.
+
+What a service does for a new desired state, such as to map a version's image, it has often done a moment later: the
+next poll waits so long for it and takes it along, in place of a push behind it.
 """
 
 import asyncio
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 8.0
 """With the silence after it less than 15 s: so long it takes to name a host that is cut off."""
+JOIN_SECONDS = 0.1
+"""How long a poll behind news waits for what comes of it."""
 CALL_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 1.0
 LEAVE_SECONDS = 2.0
@@ -83,6 +88,9 @@ class Membership:
         self._poll_seconds = poll_seconds
         self.call_seconds = CALL_SECONDS
         self._changed = asyncio.Event()
+        self._is_polling = asyncio.Event()
+        self._has_news = False
+        """Whether a desired state was taken in since the last poll began."""
         self._applying = asyncio.Lock()
         self._acknowledged: str | None = None
         self._num_applied = 0
@@ -195,10 +203,21 @@ class Membership:
             return self.service_id
 
     async def _poll(self, service_id: str) -> None:
+        if self._has_news:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_SECONDS):
+                    await self._changed.wait()
+        # From here on it says all that there is to say.
+        self._has_news = False
+        self._changed.clear()
         await self._exchange(service_id, self._poll_seconds)
 
     async def _push(self, service_id: str) -> None:
         await self._changed.wait()
+        # While no call waits at the gateway, the next one that does takes it along.
+        await self._is_polling.wait()
+        if not self._changed.is_set():
+            return
         self._changed.clear()
         try:
             await self._exchange(service_id, 0.0)
@@ -214,13 +233,19 @@ class Membership:
             return observed.model_copy(update={"acknowledged": self._acknowledged, "load": load})
 
         num_applied = self._num_applied
-        answer = await self._client.call(
-            "PUT",
-            f"/v1/services/{service_id}/status",
-            body=observe,
-            params={"wait": wait_seconds},
-            deadline_seconds=wait_seconds + self.call_seconds,
-        )
+        if wait_seconds > 0:
+            self._is_polling.set()
+        try:
+            answer = await self._client.call(
+                "PUT",
+                f"/v1/services/{service_id}/status",
+                body=observe,
+                params={"wait": wait_seconds},
+                deadline_seconds=wait_seconds + self.call_seconds,
+            )
+        finally:
+            if wait_seconds > 0:
+                self._is_polling.clear()
         self.is_connected = True
         if self._is_absence_told:
             log.info("the gateway answers again")
@@ -236,6 +261,7 @@ class Membership:
                 await self._apply(desired)
                 self._acknowledged = desired.tag
                 self._num_applied += 1
+                self._has_news = True
             # What was taken in the next poll says: one that waits at the gateway is answered at once, since it
             # acknowledges what was wanted before. What was overtaken is asked for again.
             elif wait_seconds == 0:

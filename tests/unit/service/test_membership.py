@@ -80,6 +80,53 @@ async def test_each_desired_state_is_applied_once_and_acknowledged() -> None:
         await running
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.02])
+async def test_what_comes_of_news_goes_with_the_next_poll(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "JOIN_SECONDS", 1.0)
+    gateway, versions = ScriptedGateway(), list[int]()
+    client = GatewayClient("http://gateway", "t", transport=httpx.MockTransport(gateway))
+
+    def serve() -> None:
+        versions.append(len(versions))
+        member.notify()
+
+    async def apply(_: DesiredState) -> None:
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, serve)
+        else:
+            serve()
+
+    registration = Registration(kind=ServiceKind.ROLLOUT, address="http://r", host="h", pid=1, incarnation="i")
+    member = Membership(client, registration, lambda: ObservedState(policy_version=len(versions)), apply)
+    running = asyncio.create_task(member.run())
+    await gateway.until(lambda: len(gateway.observed) == 2)
+    gateway.tag = "second"
+    await gateway.until(lambda: len(gateway.observed) == 3)
+
+    # What happens while a call waits is told at once.
+    serve()
+    await gateway.until(lambda: len(gateway.observed) == 4)
+
+    assert [each.policy_version for each in gateway.observed] == [0, 1, 2, 3]
+    assert [each.acknowledged for each in gateway.observed] == [None, "first", "second", "second"]
+    assert gateway.waits == [membership.POLL_SECONDS] * 3 + [0.0]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_nothing_that_comes_of_news_is_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "JOIN_SECONDS", 0.01)
+    gateway, applied = ScriptedGateway(), list[str]()
+    running = asyncio.create_task(a_member(gateway, applied).run())
+    await gateway.until(lambda: [each.acknowledged for each in gateway.observed] == [None, "first"])
+
+    assert gateway.waits == [1.0, 1.0]
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_a_member_that_was_forgotten_registers_again() -> None:
     gateway, applied = ScriptedGateway(), list[str]()
     running = asyncio.create_task(a_member(gateway, applied).run())

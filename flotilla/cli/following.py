@@ -11,8 +11,9 @@ from rich.live import Live
 
 from flotilla.cli.output import new_console, write_json_line
 from flotilla.cli.progress import Pace, Progress, live_line, live_view
-from flotilla.cli.right_and_wrong import lines_of, read_last
+from flotilla.cli.right_and_wrong import EvaluatedAnswers
 from flotilla.cli.stored import Source
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
@@ -57,7 +58,7 @@ def paused_line(view: ExperimentView) -> str:
 
 async def follow(
     progress: Progress,
-    client: Source,
+    client: AsyncClient,
     fleet: "LocalFleet | None",
     *,
     plain: bool,
@@ -76,7 +77,7 @@ async def follow(
     started = time.monotonic()
     pace = Pace(progress.view.step)
     last_line = last_seen = started
-    num_evaluated = 0
+    num_evaluated, answers = 0, EvaluatedAnswers()
     was_paused = False
     async with _display(plain) as live:
         while True:
@@ -87,7 +88,7 @@ async def follow(
             left, is_over = pace.seconds_left(progress.view, now), leaves(progress.view)
             if len(progress.held_out.points) > num_evaluated:
                 num_evaluated = len(progress.held_out.points)
-                for name, line in lines_of(await read_last(client, progress)):
+                for name, line in await answers.newest(client, progress.view):
                     (live.console if live is not None else console).print(f"  {name:<6} {line}", markup=False)
             if is_paused(progress.view) and not was_paused and not is_over:
                 (live.console if live is not None else console).print(paused_line(progress.view), markup=False)

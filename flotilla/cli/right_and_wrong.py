@@ -1,10 +1,13 @@
 """An answer of the greatest and one of the smallest reward, of an evaluation or of a step: to see what figures mean."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flotilla.cli.progress import Progress
-from flotilla.cli.sample_text import Sample, in_a_line
+from flotilla.cli.sample_text import Sample, in_a_line, line_of
 from flotilla.cli.stored import Source
+from flotilla.client.asynchronous import AsyncClient
+from flotilla.client.calls import PAGE
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.samples.query import SampleOrder
 from flotilla.shared.schemas.experiment import ExperimentView
@@ -33,13 +36,43 @@ async def read_last(client: Source, progress: Progress) -> list[SampleView]:
     return await read_right_and_wrong(client, progress.view, step, kind)
 
 
-def name_of(sample: Sample, samples: Sequence[Sample]) -> str:
-    """Call a sample the better or the worse of two; with another scale than 0 and 1 neither is right or wrong."""
-    if {each.reward for each in samples} <= {0.0, 1.0}:
-        return "right" if sample.reward else "wrong"
-    return "best" if sample is samples[0] else "worst"
+class EvaluatedAnswers:
+    """Those of each evaluation as the experiment's log tells them: no file of samples is read while it trains."""
+
+    def __init__(self) -> None:
+        self._after = 0
+
+    async def newest(self, client: AsyncClient, view: ExperimentView) -> list[tuple[str, str]]:
+        """Write those of the newest evaluation in a line each, with what they are called; none of one that is known."""
+        told: list[Mapping[str, Any]] = []
+        try:
+            while True:
+                page = await client.with_deadline(SECONDS).log_page(view.id, types=["evaluation"], after=self._after)
+                for event in page.items:
+                    self._after, told = event.id, event.data.get("samples", [])
+                if len(page.items) < PAGE:
+                    break
+        except FlotillaError:
+            return []  # as above
+        names = _names([each["reward"] for each in told])
+        return [
+            (name, line_of(_question(each), each.get("written", each["completion"]), each["reward"], each["label"]))
+            for name, each in zip(names, told, strict=True)
+        ]
+
+
+def _question(told: Mapping[str, Any]) -> str:
+    return str(told.get("question", told["prompt"]))
+
+
+def _names(rewards: Sequence[float | None]) -> list[str]:
+    """Call each the better or the worse of two; with another scale than 0 and 1 neither is right or wrong."""
+    if {*rewards} <= {0.0, 1.0}:
+        return ["right" if reward else "wrong" for reward in rewards]
+    return ["best" if number == 0 else "worst" for number in range(len(rewards))]
 
 
 def lines_of(samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """Write each sample in a line, with what it is called."""
-    return [(name_of(sample, samples), in_a_line(sample)) for sample in samples]
+    names = _names([sample.reward for sample in samples])
+    return [(name, in_a_line(sample)) for name, sample in zip(names, samples, strict=True)]

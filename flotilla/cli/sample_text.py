@@ -66,10 +66,15 @@ def in_a_line(sample: Sample) -> str:
     asked = sample.messages[-1]["content"] if sample.messages else sample.prompt
     turns = sample.turns
     written = " | ".join(turn["text"] for turn in turns) if len(turns) > 1 else sample.completion
+    return line_of(asked, written, sample.reward, sample.label)
+
+
+def line_of(asked: object, written: object, reward: float | None, label: str | None) -> str:
+    """Write a line of what was asked, written and come to."""
     prompt, completion = (" ".join(str(text).split()) for text in (asked, written))
     room = MOST_IN_A_LINE // 2
-    label = f", label {sample.label}" if sample.label is not None else ""
-    return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(sample.reward)}{label})"
+    known = f", label {label}" if label is not None else ""
+    return f"{_end(prompt, room)} -> {_start(completion, room)}   (reward {_number(reward)}{known})"
 
 
 def shortened(content: str, most: int = MOST_CHARACTERS) -> str:

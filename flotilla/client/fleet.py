@@ -1,15 +1,16 @@
 """Calls about a fleet itself: its services, what experiments have of them, and who may use it; without waiting too."""
 
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from flotilla.client.blocking import BlockingCalls, waiting
-from flotilla.client.calls import Calls
+from flotilla.client.calls import PAGE, Calls
 from flotilla.shared.errors import NotFound
 from flotilla.shared.net.authorisation.access import Scope
 from flotilla.shared.net.authorisation.token_records import DEFAULT_SECONDS, NewToken, Quota, TokenView
 from flotilla.shared.schemas.checks import FleetExamination
 from flotilla.shared.schemas.costs import Usage
-from flotilla.shared.schemas.experiment import FleetView
+from flotilla.shared.schemas.experiment import Event, FleetView, Page
 from flotilla.shared.schemas.retention import PruneRequest, Pruning, Retention
 from flotilla.shared.schemas.service import ServiceKind, ServiceView
 from flotilla.shared.schemas.tinker import TinkerLedger, TinkerLedgers, TinkerSequence
@@ -59,6 +60,21 @@ class FleetCalls(Calls):
             NotFound: there is no such experiment.
         """
         return await self._call(Usage, "GET", f"/v1/experiments/{quote(experiment_id, safe='')}/usage")
+
+    async def log_page(self, experiment_id: str, *, types: Sequence[str] = (), after: int = 0) -> Page[Event]:
+        """Read the next events of an experiment as they were stored, of some types or of all; by its whole id.
+
+        Args:
+            experiment_id: whose.
+            types: such as ``evaluation``.
+            after: id of the last event that is known. A page that is not full is the last one so far.
+
+        Raises:
+            NotFound: there is no such experiment.
+        """
+        params = {"types": ",".join(types) or None, "after": after or None, "limit": PAGE}
+        path = f"/v1/experiments/{quote(experiment_id, safe='')}/log"
+        return await self._call(Page[Event], "GET", path, params=params)
 
     async def examine(self) -> FleetExamination:
         """Let services of every host try to reach each other, Redis and the shared folder; takes half a minute at most.
@@ -154,6 +170,7 @@ class BlockingFleetCalls(BlockingCalls):
     drain = waiting(FleetCalls.drain)
     fleet = waiting(FleetCalls.fleet)
     usage = waiting(FleetCalls.usage)
+    log_page = waiting(FleetCalls.log_page)
     examine = waiting(FleetCalls.examine)
     prune = waiting(FleetCalls.prune)
     tinker_ledgers = waiting(FleetCalls.tinker_ledgers)

@@ -9,7 +9,7 @@ from typing import Any
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.shared.samples.folder import SampleFolder, evaluation_name
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
-from flotilla.shared.schemas.trajectory import Group
+from flotilla.shared.schemas.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +55,22 @@ def right_and_wrong(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         {
             "row": group.task.row,
+            "question": _shortened(group.task.messages[-1].content if group.task.messages else group.prompt),
             "prompt": _shortened(group.prompt),
             "completion": _shortened(trajectory.text),
+            "written": _shortened(_written(trajectory)),
             "label": group.task.label,
             "reward": reward,
             "reason": trajectory.reason,
         }
         for reward, group, trajectory in ([best] if best[0] == worst[0] else [best, worst])
     ]
+
+
+def _written(trajectory: Trajectory) -> str:
+    """Join what was written in all turns."""
+    turns = trajectory.turns
+    return " | ".join(turn.text for turn in turns) if len(turns) > 1 else trajectory.text
 
 
 def _shortened(text: str) -> str:

@@ -65,7 +65,9 @@ async def test_its_answers_are_kept_and_a_right_and_a_wrong_one_are_told(tmp_pat
         each for each in await gateway.store.events(experiment.id, after=0, limit=99) if each.type == "evaluation"
     ]
     assert [sample["reward"] for sample in event.data["samples"]] == [1.0, 0.0]
-    assert event.data["samples"][0]["completion"] == "an answer"
+    told = event.data["samples"][0]
+    assert told["completion"] == told["written"] == "an answer"
+    assert told["question"] == ROWS[told["row"]]["prompt"]
 
 
 async def series(gateway: GatewayState, experiment: Experiment) -> dict[tuple[str, int], float]:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
@@ -11,7 +11,7 @@ from rich.live import Live
 
 from flotilla.cli.output import new_console, write_json_line
 from flotilla.cli.progress import Pace, Progress, live_line, live_view
-from flotilla.cli.right_and_wrong import EvaluatedAnswers
+from flotilla.cli.right_and_wrong import lines_of_answers
 from flotilla.cli.stored import Source
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.shared.errors import FlotillaError
@@ -77,18 +77,19 @@ async def follow(
     started = time.monotonic()
     pace = Pace(progress.view.step)
     last_line = last_seen = started
-    num_evaluated, answers = 0, EvaluatedAnswers()
+    told = progress.answers
     was_paused = False
     async with _display(plain) as live:
         while True:
             if fleet is not None:
                 fleet.check()
             now = time.monotonic()
-            last_seen = await _refresh(progress, client, now, last_seen)
-            left, is_over = pace.seconds_left(progress.view, now), leaves(progress.view)
-            if len(progress.held_out.points) > num_evaluated:
-                num_evaluated = len(progress.held_out.points)
-                for name, line in await answers.newest(client, progress.view):
+            last_seen = await _in_time(_read_on(progress, client), now, last_seen)
+            left = pace.seconds_left(progress.view, now)
+            is_over = leaves(progress.view) and not progress.has_unread_evaluation
+            if progress.answers is not told:
+                told = progress.answers
+                for name, line in lines_of_answers(told):
                     (live.console if live is not None else console).print(f"  {name:<6} {line}", markup=False)
             if is_paused(progress.view) and not was_paused and not is_over:
                 (live.console if live is not None else console).print(paused_line(progress.view), markup=False)
@@ -122,7 +123,7 @@ async def follow_as_json(progress: Progress, client: Source) -> None:
     last_seen = time.monotonic()
     written: dict[str, JsonValue] = {}
     while True:
-        last_seen = await _refresh(progress, client, time.monotonic(), last_seen)
+        last_seen = await _in_time(progress.refresh(client), time.monotonic(), last_seen)
         facts = facts_of(progress)
         if facts != written:
             written = facts
@@ -145,10 +146,15 @@ def facts_of(progress: Progress) -> dict[str, JsonValue]:
     }
 
 
-async def _refresh(progress: Progress, client: Source, now: float, last_seen: float) -> float:
+async def _read_on(progress: Progress, client: AsyncClient) -> None:
+    await progress.refresh(client)
+    await progress.read_evaluations(client)
+
+
+async def _in_time(reading: Awaitable[None], now: float, last_seen: float) -> float:
     """Read on; return when the gateway answered last."""
     try:
-        await progress.refresh(client)
+        await reading
     except FlotillaError as error:
         if now - last_seen > UNAVAILABLE_BACKOFF_SECONDS or not error.retryable:
             raise

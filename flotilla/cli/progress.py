@@ -5,7 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -15,6 +15,7 @@ from rich.text import Text
 from flotilla.cli.health import finding_lines, one_line
 from flotilla.cli.points import Point, Points
 from flotilla.cli.stored import Source
+from flotilla.client.asynchronous import AsyncClient
 from flotilla.client.calls import PAGE
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView, MetricPoint
 from flotilla.shared.schemas.service import ServiceKind, ServiceView, WorkState
@@ -25,6 +26,23 @@ SPEED_SECONDS = 60.0
 """Over which the speed is told."""
 REWARD_STEPS = 5
 """Over which the training reward is told: single steps jump."""
+FOLLOWED = (
+    "reward/mean",
+    "loss/total",
+    "completion_tokens/mean",
+    "lag/mean",
+    "lag/max",
+    "trainer/idle_ratio",
+    "evaluation/accuracy",
+    "evaluation/reward_mean",
+    "evaluation/num_graded_rows",
+    "evaluation/num_rows",
+    "held_out/loss",
+    "held_out/preference/accuracy",
+)
+"""Series that who follows a run is shown, while it trains and in the end: a tenth of those of a step. The others of an
+evaluation are in its event."""
+EVALUATED = "evaluation"
 SHORTEST_SECONDS = 5.0
 """Before that much was seen, the rollouts' own figure of the moment is told."""
 
@@ -61,21 +79,27 @@ class Progress:
 
     Attributes:
         view: state, step, version.
+        names: of the series that are read; empty: all.
         series: values by name: (step, version, value) in the order of steps.
         ledger: the train lane's ledger; the evaluation lane's where nothing is trained; None where it is not known.
         evaluation: the evaluation lane's ledger.
         services: those that work for it.
+        answers: a right and a wrong one of the newest evaluation that ``read_evaluations`` has read.
     """
 
     view: ExperimentView
+    names: Sequence[str] = ()
     series: dict[str, Points] = field(default_factory=dict)
     ledger: Ledger | None = None
     evaluation: Ledger = field(default_factory=Ledger)
     services: list[ServiceView] = field(default_factory=list)
+    answers: Sequence[Mapping[str, Any]] = ()
     cursor: str | None = None
     monotonic: Callable[[], float] = time.monotonic
     _sampled: deque[tuple[float, int]] = field(default_factory=deque)
     _tokens_of: dict[str, int] = field(default_factory=dict)
+    _num_evaluated: int = 0
+    _last_event: int = 0
 
     def last(self, name: str) -> float | None:
         """Newest value of a series."""
@@ -165,13 +189,30 @@ class Progress:
         self.services = [service for service in await client.services() if service.service_id in mine]
         self._count_sampled()
         while True:
-            page = await client.metric_page(self.view, after=self.cursor)
+            page = await client.metric_page(self.view, self.names, after=self.cursor)
             for point in page.items:
                 self._add(point)
             if page.next is not None:
                 self.cursor = page.next
             if len(page.items) < PAGE:
                 return
+
+    @property
+    def has_unread_evaluation(self) -> bool:
+        """Whether an evaluation has ended whose event was not read."""
+        return len(self.held_out.points) > self._num_evaluated
+
+    async def read_evaluations(self, client: AsyncClient) -> None:
+        """Read the events of evaluations that have ended since: all their series, and answers."""
+        num_evaluated = len(self.held_out.points)
+        while self.has_unread_evaluation:
+            page = await client.log_page(self.view.id, types=[EVALUATED], after=self._last_event)
+            for event in page.items:
+                self._last_event, self.answers = event.id, event.data.get("samples", ())
+                for name, value in event.data["metrics"].items():
+                    self.series.setdefault(name, Points()).put(event.data["step"], event.data["version"], value)
+            if len(page.items) < PAGE:
+                self._num_evaluated = num_evaluated
 
     def _add(self, point: MetricPoint) -> None:
         # A replayed step replaces what the crashed trainer had said of it.

@@ -6,8 +6,6 @@ from typing import Any
 from flotilla.cli.progress import Progress
 from flotilla.cli.sample_text import Sample, in_a_line, line_of
 from flotilla.cli.stored import Source
-from flotilla.client.asynchronous import AsyncClient
-from flotilla.client.calls import PAGE
 from flotilla.shared.errors import FlotillaError
 from flotilla.shared.samples.query import SampleOrder
 from flotilla.shared.schemas.experiment import ExperimentView
@@ -36,29 +34,13 @@ async def read_last(client: Source, progress: Progress) -> list[SampleView]:
     return await read_right_and_wrong(client, progress.view, step, kind)
 
 
-class EvaluatedAnswers:
-    """Those of each evaluation as the experiment's log tells them: no file of samples is read while it trains."""
-
-    def __init__(self) -> None:
-        self._after = 0
-
-    async def newest(self, client: AsyncClient, view: ExperimentView) -> list[tuple[str, str]]:
-        """Write those of the newest evaluation in a line each, with what they are called; none of one that is known."""
-        told: list[Mapping[str, Any]] = []
-        try:
-            while True:
-                page = await client.with_deadline(SECONDS).log_page(view.id, types=["evaluation"], after=self._after)
-                for event in page.items:
-                    self._after, told = event.id, event.data.get("samples", [])
-                if len(page.items) < PAGE:
-                    break
-        except FlotillaError:
-            return []  # as above
-        names = _names([each["reward"] for each in told])
-        return [
-            (name, line_of(_question(each), each.get("written", each["completion"]), each["reward"], each["label"]))
-            for name, each in zip(names, told, strict=True)
-        ]
+def lines_of_answers(answers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Write those that the event of an evaluation tells in a line each, with what they are called."""
+    names = _names([each["reward"] for each in answers])
+    return [
+        (name, line_of(_question(each), each.get("written", each["completion"]), each["reward"], each["label"]))
+        for name, each in zip(names, answers, strict=True)
+    ]
 
 
 def _question(told: Mapping[str, Any]) -> str:

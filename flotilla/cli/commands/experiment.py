@@ -10,7 +10,7 @@ from flotilla.cli.following import follow, follow_as_json
 from flotilla.cli.gateway import ACT_SECONDS, open_gateway
 from flotilla.cli.health import finding_lines, rule_lines
 from flotilla.cli.output import new_console, write_json
-from flotilla.cli.progress import Progress
+from flotilla.cli.progress import FOLLOWED, Progress
 from flotilla.cli.reasons import first_words, histograms
 from flotilla.client.asynchronous import AsyncClient, Reference
 from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
@@ -40,7 +40,7 @@ stop = action(AsyncClient.stop, "; `flotilla resume {}` goes on from its last ch
 async def watch(arguments: argparse.Namespace) -> int:
     """Show an experiment until it ends; Ctrl-C ends the watching only."""
     async with open_gateway(arguments) as client:
-        progress = Progress(await client.experiment(arguments.experiment))
+        progress = Progress(await client.experiment(arguments.experiment), FOLLOWED)
         if arguments.json:
             await follow_as_json(progress, client)
         else:

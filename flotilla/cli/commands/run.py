@@ -19,7 +19,7 @@ from flotilla.cli.following import follow
 from flotilla.cli.gateway import READ_SECONDS, START_SECONDS
 from flotilla.cli.output import new_console, short_path, telling
 from flotilla.cli.own_fleet import beside, fleet_options, prepare, report, until_settled
-from flotilla.cli.progress import Progress
+from flotilla.cli.progress import FOLLOWED, Progress
 from flotilla.cli.run_directory import RunDirectory
 from flotilla.client.asynchronous import AsyncClient
 from flotilla.launch_file import LaunchFile, read_launch_file
@@ -132,7 +132,7 @@ async def _train(
     if view is None:
         view = await client.with_deadline(START_SECONDS).create(launch.document, start=True)
     directory.record(view.id)
-    progress = Progress(view)
+    progress = Progress(view, FOLLOWED)
     following = follow(progress, client, fleet, plain=arguments.plain)
     if companion is None:
         await following

@@ -1,69 +1,112 @@
-"""The right and the wrong answer of evaluations, as the log tells them to who follows a run."""
+"""What the log tells of evaluations to who follows a run: their series, and a right and a wrong answer."""
 
 from typing import Any
 
 import httpx
 import pytest
 
-from flotilla.cli.right_and_wrong import EvaluatedAnswers
+from flotilla.cli.progress import FOLLOWED, Progress
+from flotilla.cli.right_and_wrong import lines_of_answers
+from flotilla.shared.errors import NotFound
+from flotilla.shared.schemas.metric_names import is_known
 from tests.unit.cli.gateway import client_of
 from tests.unit.cli.test_progress import a_view
 
 RIGHT = {"row": 1, "question": "6 times 7?", "prompt": "<user>6 times 7?", "completion": "42", "written": "think | 42"}
+RIGHT |= {"label": "42", "reward": 1.0, "reason": None}
 WRONG = {"row": 2, "prompt": "6 times 8?", "completion": "42", "label": "48", "reward": 0.0, "reason": "no"}
+OTHER = "evaluation/pass@1"
 
 
-class Log:
-    """Serves an experiment's log, and notes what it is asked for."""
+class Gateway:
+    """Has evaluated versions 0, 1 and so on, and notes how its log is asked."""
 
-    def __init__(self, *events: list[dict[str, Any]]) -> None:
-        self.events = [
-            {"id": 10 + number, "type": "evaluation", "at": "2026-01-01T00:00:00Z", "data": {"samples": each}}
-            for number, each in enumerate(events)
-        ]
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self.answers = list(answers)
         self.asked: list[str] = []
+        self.names: list[str | None] = []
         self.is_away = False
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(request.url.query.decode())
-        if self.is_away:
-            return httpx.Response(404, json={"code": "not_found", "detail": "away"})
-        after, limit = int(request.url.params.get("after", 0)), int(request.url.params["limit"])
-        items = [each for each in self.events if each["id"] > after][:limit]
-        return httpx.Response(200, json={"items": items, "next": str(items[-1]["id"]) if items else None})
+        path, query = request.url.path, request.url.params
+        if path.endswith("/log"):
+            self.asked.append(request.url.query.decode())
+            if self.is_away:
+                return httpx.Response(404, json={"code": "not_found", "detail": "away"})
+            events = [self._event(number, each) for number, each in enumerate(self.answers)]
+            items = [each for each in events if each["id"] > int(query.get("after", 0))][: int(query["limit"])]
+            return httpx.Response(200, json={"items": items, "next": str(items[-1]["id"]) if items else None})
+        if path.endswith("/metrics"):
+            self.names.append(query.get("names"))
+            first = int(query.get("after", 0))
+            items = [
+                {"name": "evaluation/accuracy", "step": step, "version": step, "value": 0.5}
+                for step in range(first, len(self.answers))
+            ]
+            return httpx.Response(200, json={"items": items, "next": str(len(self.answers)) if items else None})
+        if path.endswith("/ledger"):
+            return httpx.Response(200, json={"train": {}, "evaluation": {}})
+        if path == "/v1/services":
+            return httpx.Response(200, json={"items": [], "next": None})
+        return httpx.Response(200, content=a_view().model_dump_json())
+
+    def _event(self, number: int, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        metrics = {"evaluation/accuracy": 0.5, OTHER: number / 4}
+        data = {"version": number, "step": number, "metrics": metrics, "samples": samples}
+        return {"id": 10 + number, "type": "evaluation", "at": "2026-01-01T00:00:00Z", "data": data}
 
 
-async def test_the_answers_of_the_newest_evaluation_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flotilla.cli.right_and_wrong.PAGE", 2)
+async def test_each_evaluation_is_read_once_with_all_its_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flotilla.cli.progress.PAGE", 2)
     monkeypatch.setattr("flotilla.client.fleet.PAGE", 2)
-    log, answers = Log([], [], [RIGHT | {"label": "42", "reward": 1.0, "reason": None}, WRONG]), EvaluatedAnswers()
-    async with client_of(log) as client:
-        first = await answers.newest(client, a_view())
-        again = await answers.newest(client, a_view())
+    gateway, progress = Gateway([], [RIGHT, WRONG]), Progress(a_view(), FOLLOWED)
+    async with client_of(gateway) as client:
+        await progress.refresh(client)
+        assert progress.has_unread_evaluation
+        for _ in range(2):
+            await progress.read_evaluations(client)
+        first = progress.answers
+        gateway.answers.append([])
+        await progress.refresh(client)
+        await progress.read_evaluations(client)
 
-    assert first == [
+    assert first == [RIGHT, WRONG]
+    assert list(progress.series[OTHER]) == [(0, 0, 0.0), (1, 1, 0.25), (2, 2, 0.5)]
+    assert gateway.asked == [
+        "types=evaluation&limit=2",
+        "types=evaluation&after=11&limit=2",
+        "types=evaluation&after=11&limit=2",
+    ]
+    assert not progress.has_unread_evaluation
+    assert set(gateway.names) == {",".join(FOLLOWED)}
+
+
+async def test_an_evaluation_that_could_not_be_read_is_read_the_next_time() -> None:
+    gateway, progress = Gateway([RIGHT]), Progress(a_view(), FOLLOWED)
+    async with client_of(gateway) as client:
+        await progress.refresh(client)
+        gateway.is_away = True
+        with pytest.raises(NotFound):
+            await progress.read_evaluations(client)
+        assert progress.has_unread_evaluation and progress.answers == ()
+        gateway.is_away = False
+        await progress.read_evaluations(client)
+
+    assert progress.answers == [RIGHT]
+
+
+def test_answers_are_told_by_their_rewards() -> None:
+    assert lines_of_answers([RIGHT, WRONG]) == [
         ("right", "6 times 7? -> think | 42   (reward 1, label 42)"),
         ("wrong", "6 times 8? -> 42   (reward 0, label 48)"),
     ]
-    assert again == []
-    assert log.asked == [
-        "types=evaluation&limit=2",
-        "types=evaluation&after=11&limit=2",
-        "types=evaluation&after=12&limit=2",
-    ]
-
-
-async def test_of_other_rewards_one_is_the_best_and_a_gateway_that_is_away_tells_none() -> None:
-    log = Log([WRONG | {"reward": 0.5}, WRONG | {"reward": -1.0, "label": None}])
-    answers = EvaluatedAnswers()
-    async with client_of(log) as client:
-        log.is_away = True
-        away = await answers.newest(client, a_view())
-        log.is_away = False
-        found = await answers.newest(client, a_view())
-
-    assert away == []
-    assert found == [
+    assert lines_of_answers([WRONG | {"reward": 0.5}, WRONG | {"reward": -1.0, "label": None}]) == [
         ("best", "6 times 8? -> 42   (reward 0.500, label 48)"),
         ("worst", "6 times 8? -> 42   (reward -1)"),
     ]
+    assert lines_of_answers([]) == []
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_series_that_is_followed_is_one_that_runs_may_have(name: str) -> None:
+    assert is_known(name)

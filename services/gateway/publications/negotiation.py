@@ -465,24 +465,6 @@ def newest_of(records: Sequence[PublicationRecord]) -> PublicationRecord:
     return max(records, key=lambda record: (record.ended_at is None, record.epoch, record.version))
 
 
-def record_of(experiment_id: str, negotiation: Negotiation, announced_at: float, now: float) -> PublicationRecord:
-    rendezvous = negotiation.epoch.rendezvous
-    return PublicationRecord(
-        experiment_id=experiment_id,
-        version=negotiation.version,
-        step=negotiation.step,
-        epoch=negotiation.epoch.number,
-        phase=negotiation.phase.value,
-        service_id=negotiation.epoch.sender,
-        manifest=negotiation.manifest.model_dump(mode="json"),
-        members=[member.model_dump(mode="json") for member in negotiation.epoch.members],
-        rendezvous=rendezvous.model_dump() if rendezvous else None,
-        reason=negotiation.reason,
-        announced_at=announced_at,
-        ended_at=now if negotiation.is_over else None,
-    )
-
-
 def negotiation_of(record: PublicationRecord) -> Negotiation:
     """Rebuild the state that a record describes; members report again how far they are."""
     members = tuple(Member.model_validate(member) for member in record.members)

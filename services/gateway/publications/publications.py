@@ -6,6 +6,7 @@ that follows from it, and wakes those who wait.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from flotilla.services.gateway.events.log import EventLog
 from flotilla.services.gateway.publications.durations import Durations
@@ -24,7 +25,6 @@ from flotilla.services.gateway.publications.negotiation import (
     negotiation_of,
     newest_of,
     order_of,
-    record_of,
     transition,
     view_of,
 )
@@ -59,6 +59,7 @@ class _Open:
 
     Attributes:
         announced_at: seconds since the epoch, to be shown.
+        described: a manifest and its document, made once for all changes of the publication.
         began, deadline: seconds of the monotonic clock.
     """
 
@@ -67,6 +68,13 @@ class _Open:
     began: float
     deadline: float
     changed: Signal = field(default_factory=Signal)
+    described: tuple[Manifest, dict[str, Any]] | None = None
+
+    def document_of(self, manifest: Manifest) -> dict[str, Any]:
+        """Write a manifest as a document."""
+        if self.described is None or self.described[0] is not manifest:
+            self.described = manifest, manifest.model_dump(mode="json")
+        return self.described[1]
 
 
 class Publications:
@@ -350,7 +358,7 @@ class Publications:
             self.durations.stage_progress(change, experiment.id, before, after)
             change.then(lambda: self._follow_progress(entry, after))
             return
-        change.write(PutRecord(record_of(experiment.id, after, entry.announced_at, self._clock.now())))
+        change.write(PutRecord(_record_of(experiment.id, entry, after, self._clock.now())))
         facts = {"version": after.version, "epoch": after.epoch.number, "reason": after.reason}
         if after.phase is PublicationPhase.COMMITTED:
             self._stage_commit(change, experiment, entry, after)
@@ -424,3 +432,21 @@ class Publications:
 
 def _whole(manifest: Manifest) -> Manifest:
     return manifest.model_copy(update={"delta": None})
+
+
+def _record_of(experiment_id: str, entry: _Open, negotiation: Negotiation, now: float) -> PublicationRecord:
+    rendezvous = negotiation.epoch.rendezvous
+    return PublicationRecord(
+        experiment_id=experiment_id,
+        version=negotiation.version,
+        step=negotiation.step,
+        epoch=negotiation.epoch.number,
+        phase=negotiation.phase.value,
+        service_id=negotiation.epoch.sender,
+        manifest=entry.document_of(negotiation.manifest),
+        members=[member.model_dump(mode="json") for member in negotiation.epoch.members],
+        rendezvous=rendezvous.model_dump() if rendezvous else None,
+        reason=negotiation.reason,
+        announced_at=entry.announced_at,
+        ended_at=now if negotiation.is_over else None,
+    )

@@ -1,7 +1,8 @@
 """How changes become rows: one function for each kind of write, and statements that are put together once.
 
 To put a statement together, and to make columns of values, takes longer than the database does for it. An experiment's
-record has its whole spec and changes several times in each step, in a number or two: only these are written.
+record has its whole spec and changes several times in each step, in a number or two, and a publication's has its whole
+manifest: only what has changed of them is written.
 """
 
 import json
@@ -51,6 +52,10 @@ TABLES: Final[Mapping[type[Record], Table]] = {
     TokenRecord: tables.tokens,
     StoredAnswer: tables.idempotency,
 }
+Large = ExperimentRecord | PublicationRecord
+"""Records of which only what has changed is written."""
+Whose = tuple[type[Large], str]
+"""A kind of record, and the experiment that it is of."""
 Writing = Connection | DirectConnection
 ONE_VALUE: Final = (tables.metrics.c.experiment_id, tables.metrics.c.step, tables.metrics.c.name)
 """No two rows of metrics have the same."""
@@ -69,9 +74,9 @@ class RowWriter:
     """Writes the rows of transactions, one after the other, of one database that nobody else writes to meanwhile."""
 
     def __init__(self) -> None:
-        self._stored: dict[str, ExperimentRecord] = {}
-        """What the database has of each experiment, as far as this has written it."""
-        self._staged: dict[str, ExperimentRecord | None] = {}
+        self._stored: dict[Whose, Large] = {}
+        """What the database has of each experiment and of its last publication, as far as this has written it."""
+        self._staged: dict[Whose, Large | None] = {}
 
     def write(self, connection: Writing, writes: Sequence[Write]) -> list[Event]:
         """Write all within the connection's transaction; return the events among them."""
@@ -80,10 +85,10 @@ class RowWriter:
 
     def are_stored(self) -> None:
         """Note that the transaction of the last ``write`` was committed."""
-        for experiment_id, record in self._staged.items():
-            self._stored.pop(experiment_id, None)
+        for whose, record in self._staged.items():
+            self._stored.pop(whose, None)
             if record is not None:
-                self._stored[experiment_id] = record
+                self._stored[whose] = record
         self._staged = {}
 
     def _do(self, connection: Writing, write: Write) -> Event | None:
@@ -97,7 +102,7 @@ class RowWriter:
                 for table in OF_EXPERIMENTS:
                     connection.execute(sa.delete(table).where(table.c.experiment_id == experiment_id))
                 connection.execute(sa.delete(tables.experiments).where(tables.experiments.c.id == experiment_id))
-                self._staged[experiment_id] = None
+                self._staged |= {(kind, experiment_id): None for kind in (ExperimentRecord, PublicationRecord)}
             case PutMetrics(experiment_id, points):
                 _put_metrics(connection, experiment_id, points)
             case AppendEvent(experiment_id, kind, at, data):
@@ -127,16 +132,20 @@ class RowWriter:
 
     def _put_record(self, connection: Writing, record: Record) -> None:
         table = TABLES[type(record)]
-        if not isinstance(record, ExperimentRecord):
+        if not isinstance(record, Large):
             put_row(connection, table, row_of(record))
             return
-        known = self._staged.get(record.id, self._stored.get(record.id))
+        whose: Whose = type(record), record.id if isinstance(record, ExperimentRecord) else record.experiment_id
+        key = {f"key_{column.name}": getattr(record, column.name) for column in table.primary_key}
+        known = self._staged.get(whose, self._stored.get(whose))
+        if known is not None and any(getattr(known, name.removeprefix("key_")) != each for name, each in key.items()):
+            known = None  # of another version
         changes = row_of(record, since=known)
         if known is None:
             put_row(connection, table, changes)
         elif changes:
-            connection.execute(_update(table), {**changes, "key_id": record.id})
-        self._staged[record.id] = record
+            connection.execute(_update(table), {**changes, **key})
+        self._staged[whose] = record
 
 
 def put_row(connection: Writing, table: Table, row: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ PAUSE_GROWTH = 4.0
 STOP_SECONDS = 8.0
 LAST_CHECKPOINT_SECONDS = 25.0
 """Somewhat less than a gateway waits for the services of an experiment that ends."""
-NEWS_SECONDS = 0.5
+NEWS_SECONDS = 2.0
 """How long the news of a step or a version waits for more: the gateway has both from the worker's own calls."""
 RELEASE_SECONDS = 120.0
 """How long weights may take to leave a device: the host's disk may be slow."""

@@ -226,6 +226,8 @@ def _lists(values: Sequence[Any], dtype: type[np.generic]) -> pa.Array:
     """Lay lists end to end; a None becomes a null."""
     import pyarrow as pa
 
+    if all(value is None for value in values):
+        return pa.nulls(len(values), pa.list_(pa.from_numpy_dtype(dtype)))
     sizes = [0 if value is None else len(value) for value in values]
     present = [value for value in values if value is not None and len(value)]
     flat = np.concatenate(present).astype(dtype, copy=False) if present else np.zeros(0, dtype)

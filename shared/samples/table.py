@@ -247,7 +247,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> KeptGroup:
         seed=first["seed"],
         label=first["label"],
         data_source=first["data_source"],
-        metadata=json.loads(first["metadata"]) if first["metadata"] else {},
+        metadata=json.loads(first["metadata"] or "{}"),
         min_version=first["min_version"],
         pinned_version=first["pinned_version"],
         greedy=first["greedy"],

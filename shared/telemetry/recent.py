@@ -1,7 +1,7 @@
 """The newest lines that this process and its children logged, kept in memory for whoever looks at them from afar.
 
-Bounded in lines and characters. What looks like a credential is taken out as a line comes in, whoever wrote it: records
-of ours have none, but children and libraries write what they like.
+Bounded in lines and characters. What looks like a credential is taken out before a line is shown, whoever wrote it:
+records of ours have none, but children and libraries write what they like. Most lines nobody ever looks at.
 """
 
 import json
@@ -28,24 +28,53 @@ _OWNER: Final = re.compile(r'[^"=]* experiment_id=([\w.-]+)(?: |$)')
 """The first of a line's facts: behind it are values that may hold the same words."""
 
 
+class _Kept:
+    """A line, from which secrets are taken when it is first looked at."""
+
+    __slots__ = ("_entry", "_is_redacted", "size")
+
+    def __init__(self, entry: LogEntry) -> None:
+        cut = {"message": entry.message[:LONGEST], "facts": entry.facts[:LONGEST]}
+        self._entry = entry.model_copy(update=cut)
+        self._is_redacted = False
+        self.size = sum(map(len, cut.values()))
+
+    @property
+    def level(self) -> str:
+        """What has no secrets needs no look."""
+        return self._entry.level
+
+    @property
+    def experiment_id(self) -> str | None:
+        """Likewise."""
+        return self._entry.experiment_id
+
+    def shown(self) -> LogEntry:
+        """Return it without secrets."""
+        if not self._is_redacted:
+            entry = self._entry
+            shown = {"message": redacted_line(entry.message), "facts": redacted_line(entry.facts)}
+            self._entry, self._is_redacted = entry.model_copy(update=shown), True
+        return self._entry
+
+
 class RecentLines:
     """Keeps lines; any thread may add to it and look."""
 
     def __init__(self, most: int = MOST_LINES, characters: int = MOST_CHARACTERS) -> None:
         self._most, self._characters = most, characters
-        self._kept: deque[LogEntry] = deque()
+        self._kept: deque[_Kept] = deque()
         self._size = 0
         self._lock = threading.Lock()
 
     def add(self, entry: LogEntry) -> None:
-        """Keep a line, cut and without secrets; the oldest go where there are too many."""
-        shown = {"message": redacted_line(entry.message[:LONGEST]), "facts": redacted_line(entry.facts[:LONGEST])}
-        kept = entry.model_copy(update=shown)
+        """Keep a line, cut; the oldest go where there are too many."""
+        kept = _Kept(entry)
         with self._lock:
             self._kept.append(kept)
-            self._size += _size_of(kept)
+            self._size += kept.size
             while len(self._kept) > self._most or self._size > self._characters:
-                self._size -= _size_of(self._kept.popleft())
+                self._size -= self._kept.popleft().size
 
     def hear(self, line: str) -> None:
         """Keep a line that a child wrote: a record of ours, or anything."""
@@ -65,12 +94,14 @@ class RecentLines:
         with self._lock:
             kept = list(self._kept)
         found: list[LogEntry] = []
-        for entry in reversed(kept):
+        for each in reversed(kept):
             if len(found) == count:
                 break
-            is_severe = entry.level not in LEVELS or LEVELS.index(entry.level) >= wanted
-            is_meant = of is None or entry.experiment_id == of
-            if is_severe and is_meant and words in f"{entry.process} {entry.message} {entry.facts}".casefold():
+            is_severe = each.level not in LEVELS or LEVELS.index(each.level) >= wanted
+            if not is_severe or (of is not None and each.experiment_id != of):
+                continue
+            entry = each.shown()
+            if words in f"{entry.process} {entry.message} {entry.facts}".casefold():
                 found.append(entry)
         return LogLines(items=tuple(reversed(found)))
 
@@ -109,10 +140,6 @@ class KeepRecent(logging.Handler):
             self._lines.add(entry)
         except Exception:
             self.handleError(record)
-
-
-def _size_of(entry: LogEntry) -> int:
-    return len(entry.message) + len(entry.facts)
 
 
 def _entry_of(line: str) -> LogEntry:

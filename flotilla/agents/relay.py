@@ -122,3 +122,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
+        else:
+            # TLS has no half of an end: who asked has gone, and an answer would be sampled for nobody.
+            writer.close()

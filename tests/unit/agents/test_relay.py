@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from flotilla.agents.relay import MOST_CONNECTIONS, SOCKET, relaying, url_inside
+from flotilla.agents.relay import MOST_CONNECTIONS, SOCKET, _pump, relaying, url_inside
 
 
 async def upper(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,6 +85,31 @@ async def test_a_box_holds_few_of_this_processs_descriptors_however_many_connect
 
     assert held <= 3 * MOST_CONNECTIONS + 2
     assert answered == b"LAST", "a further one has its turn when others have ended"
+
+
+@pytest.mark.parametrize("has_halves", [True, False])
+async def test_an_end_inside_is_told_outside_by_tls_too(has_halves: bool) -> None:
+    class Outside:
+        """A connection of TLS, which cannot be ended by halves, or one without."""
+
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        def can_write_eof(self) -> bool:
+            return has_halves
+
+        def write_eof(self) -> None:
+            self.said.append("half")
+
+        def close(self) -> None:
+            self.said.append("whole")
+
+    reader, writer = asyncio.StreamReader(), Outside()
+    reader.feed_eof()
+
+    await _pump(reader, cast(asyncio.StreamWriter, writer))
+
+    assert writer.said == ["half" if has_halves else "whole"]
 
 
 def test_an_address_has_its_path_inside() -> None:

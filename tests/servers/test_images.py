@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flotilla.pinned_engines import installed_version
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, ResumeRule, SamplingParameters
 from flotilla.services.rollout.engines.servers.engine import ServerEngine
 from flotilla.services.rollout.engines.sglang.engine import SglangDialect
@@ -28,7 +27,7 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import Group
-from tests.contract.engine.conftest import begin_running, python_of, server_settings
+from tests.contract.engine.conftest import begin_running, python_with_torchvision, server_settings, until_running
 from tests.integration.trainer.test_images_agree import CPU, a_trajectory
 from tests.vision_models import IMAGE_TOKEN, KINDS, SPECIAL, a_picture, save_vision_model
 
@@ -52,8 +51,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module", params=[pytest.param(each, marks=getattr(pytest.mark, each)) for each in DIALECTS])
 def server(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    if installed_version(python_of(name).parents[1], "torchvision") is None:
-        pytest.skip(f"the environment of {name} has no torchvision: make it again with `flotilla engine install`")
+    python_with_torchvision(name)
     return name
 
 
@@ -65,15 +63,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model over another tower."""
+    """The same model with other weights, of its tower and of all else: its head is its embedding."""
     made = tmp_path_factory.mktemp("other")
     for file in folder.iterdir():
         (made / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(7)
-    changed = {
-        name: each + 0.1 * torch.randn_like(each) if "visual." in name else each for name, each in tensors.items()
-    }
+    sizes = {name: 0.1 if "visual." in name else 0.02 for name in tensors}
+    changed = {name: each + sizes[name] * torch.randn_like(each) for name, each in tensors.items()}
     save_file(changed, made / "model.safetensors")
     return made
 
@@ -206,7 +203,8 @@ async def test_what_is_interrupted_goes_on_with_its_images(
     engine: ServerEngine, folder: Path, other: Path, asked: Asked
 ) -> None:
     prompt = asked(FIRST, OTHER, seeds=(1, 2), new_tokens=400)
-    task = await begin_running(engine, prompt[1], running=2, new_tokens=40)
+    task = await begin_running(engine, prompt[1], running=2)
+    await until_running(engine, running=2, new_tokens=40)
 
     await engine.load_weights(other / "model.safetensors", 4, OnWeightUpdate.INTERRUPT)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flotilla.pinned_engines import installed_version
 from flotilla.services.rollout.engines.base import Engine, EngineLoad, GenerationRequest
 from flotilla.services.rollout.engines.process.engine import ProcessEngine
 from flotilla.services.rollout.engines.process.in_process import InProcessEngine
@@ -95,6 +96,14 @@ def python_of(kind: str) -> Path:
     if variable not in os.environ:
         pytest.skip(f"{variable} is not set")
     return Path(os.environ[variable])
+
+
+def python_with_torchvision(kind: str) -> Path:
+    """Name the interpreter of a real engine that takes images; leave the test out where there is none."""
+    python = python_of(kind)
+    if installed_version(python.parents[1], "torchvision") is None:
+        pytest.skip(f"the environment of {kind} has no torchvision: make it again with `flotilla engine install`")
+    return python
 
 
 def recorded_sglang(model_path: Path) -> SglangEngine:

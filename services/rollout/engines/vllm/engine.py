@@ -40,6 +40,7 @@ from flotilla.shared.schemas.trajectory import FinishReason
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 SOCKET = "server.sock"
 HELD_WEIGHTS = Path(__file__).with_name("held_weights.py")
+PACK_TIED = "flotilla_pack_tied"
 EXTENSION, HASHES, ADAPTER_HASHES = "flotilla_held_weights", "flotilla_hashes", "flotilla_adapter_hashes"
 """The worker extension's module, a copy of that file in the server's directory, and its methods."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_ADAPTER_RANK)
@@ -290,6 +291,7 @@ class VllmDialect:
     def __init__(self, *, raw: bool) -> None:
         self._logprobs_mode = "raw_logprobs" if raw else "processed_logprobs"
         self._generated_before = 0
+        self._packs = False
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
         """Start it on a Unix socket in our directory: keys guard a part of its endpoints only."""
@@ -300,6 +302,7 @@ class VllmDialect:
                 "shorter one"
             )
         mode = self._logprobs_mode
+        self._packs = settings.device == "cpu" and "worker_extension_cls" not in plain_names(settings.options)
         return Launch(
             arguments=tuple(command_line(settings, context_tokens=context_tokens, logprobs_mode=mode)),
             environment=environment(settings, os.environ) | _finding(place, settings),
@@ -370,6 +373,8 @@ class VllmDialect:
         clears = "false" if mode is OnWeightUpdate.CONTINUE else "true"
         await caller.post(f"/pause?mode=keep&clear_cache={clears}", None)
         await _reload(caller, source, label, load_seconds)
+        if self._packs:
+            await caller.post("/collective_rpc", {"method": PACK_TIED}, seconds=load_seconds)
         await check()
         await caller.post("/resume", None)
 

@@ -1,4 +1,6 @@
-"""Runs inside a vLLM server's worker: hashes of the weights that its layers multiply by. Imports nothing of ours.
+"""Runs inside a vLLM server's worker: hashes of the weights that its layers multiply by, and packs those of tied heads.
+
+It imports nothing of ours.
 
 The server is started with a copy of this file as its worker extension, and asked by ``/collective_rpc``. A CPU layer
 packs its weights for its kernel and forgets the plain ones: they are read back as what it makes of unit vectors.
@@ -44,6 +46,21 @@ class HeldWeights:
                 # An embedding has both, for looking up and for the head.
                 found[path] = future.result() if found.get(path, future.result()) == future.result() else TWO
         return found
+
+    def flotilla_pack_tied(self) -> list[str]:
+        """Pack weights that several layers share, and name the layers; on a CPU, after each load.
+
+        A layer is packed when its own weights were loaded: a head that is the embedding would keep its first ones.
+        """
+        sharing: dict[int, list[tuple[str, Any]]] = {}
+        for name, module in self.model_runner.get_model().named_modules():
+            weight = dict(module.named_parameters(recurse=False)).get("weight")
+            if weight is not None and weight.numel() and hasattr(module, "cpu_linear"):
+                sharing.setdefault(weight.data_ptr(), []).append((name, module))
+        tied = [each for layers in sharing.values() if len(layers) > 1 for each in layers]
+        for _, module in tied:
+            module.quant_method.process_weights_after_loading(module)
+        return [name for name, _ in tied]
 
     def flotilla_adapter_hashes(self, rank: int) -> dict[str, str]:
         """Hash A and scaled B of the adapter that was loaded last, by layer and part; zeros without a sign."""

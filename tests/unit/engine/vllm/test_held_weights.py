@@ -29,6 +29,9 @@ class Packed(torch.nn.Module):
         self.weight = torch.nn.Parameter(weight if keeps else torch.empty(0, dtype=weight.dtype), requires_grad=False)
         self.input_size_per_partition = weight.shape[1]
 
+    def pack(self) -> None:
+        self.packed = [self.weight.T.contiguous().clone()]
+
     def cpu_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return x @ self.packed[0]
 
@@ -62,6 +65,23 @@ def test_a_weight_that_is_held_twice_has_to_be_the_same_twice_and_padding_is_lef
     assert a_worker(head=head).flotilla_hashes() == {"head.weight": sha(weight[:5])}
     head.packed[0][0, 0] += 1
     assert a_worker(head=head).flotilla_hashes() == {"head.weight": TWO}
+
+
+def test_a_head_that_is_the_embedding_is_packed_anew_and_other_layers_are_not() -> None:
+    weight, other = torch.randn(8, 4), Packed(torch.randn(8, 4), keeps=True)
+    embedding, head = Packed(weight, keeps=True), Packed(weight, keeps=True)
+    head.weight = embedding.weight
+    for layer in (embedding, head, other):
+        layer.quant_method = SimpleNamespace(process_weights_after_loading=Packed.pack)  # type: ignore[assignment]
+    worker = a_worker(embedding=embedding, head=head, other=other)
+    for layer in (embedding, other):
+        layer.weight.data += 1
+    stale = other.packed[0].clone()
+
+    assert worker.flotilla_pack_tied() == ["embedding", "head"]
+
+    assert torch.equal(head.packed[0].T, weight) and torch.equal(embedding.packed[0].T, weight)
+    assert torch.equal(other.packed[0], stale)
 
 
 class Server:

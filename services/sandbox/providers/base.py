@@ -185,14 +185,19 @@ def is_orphan(found: Found, me: str, now: float) -> bool:
         me: who asks; whether its own are needed it knows itself.
         now: seconds since 1970.
     """
-    until, owner = found.labels.get(UNTIL, ""), found.labels.get(OWNER, "")
-    if until.isdigit() and int(until) < now:
+    until, owner = _number(found.labels.get(UNTIL, "")), found.labels.get(OWNER, "")
+    if until is not None and until < now:
         return True
     host, _, process = owner.partition(".")
-    pid, _, began = process.partition(".")
-    if owner == me or host != _host() or not pid.isdigit() or not began.isdigit():
+    pid, began = map(_number, process.split(".", 1)) if "." in process else (None, None)
+    if owner == me or host != _host() or pid is None or began is None:
         return False
-    return _began(int(pid)) != int(began)
+    return _began(pid) != began
+
+
+def _number(label: str) -> int | None:
+    """Read a label that is a number of ours; a stranger's may be anything."""
+    return int(label) if label.isascii() and label.isdigit() and len(label) < 20 else None
 
 
 def _began(pid: int) -> int | None:

@@ -12,7 +12,18 @@ from flotilla.services.sandbox.executor import Program
 from flotilla.services.sandbox.guard.job import Phase
 from flotilla.services.sandbox.isolation import Slot
 from flotilla.services.sandbox.limits import Limits
-from flotilla.services.sandbox.providers.base import BOX, OWNER, Box, Cause, Found, ProviderFailed, Wanted
+from flotilla.services.sandbox.providers.base import (
+    BOX,
+    OWNER,
+    UNTIL,
+    Box,
+    Cause,
+    Found,
+    ProviderFailed,
+    Wanted,
+    is_orphan,
+    owner_here,
+)
 
 KEPT = Kept("usual", 0, 120.0, memory_bytes=1 << 20, processors=1.0, processes=8, has_network=False)
 
@@ -125,3 +136,11 @@ async def test_a_program_whose_warm_box_is_gone_runs_again_in_one_that_is_made_n
     assert provider.executed[0] in provider.gone
     assert provider.executed[1] not in provider.gone
     await boxes.close()
+
+
+@pytest.mark.parametrize("until", ["\u00b2", "9" * 5000, "soon", "", "-1"])
+@pytest.mark.parametrize("process", ["", ".", "\u00b2.1", "1.\u00b2", "9" * 5000 + ".1", "1"])
+def test_labels_of_strangers_make_no_orphan(until: str, process: str) -> None:
+    host = owner_here().partition(".")[0]
+
+    assert not is_orphan(Found("b", {UNTIL: until, OWNER: f"{host}.{process}"}), "me", 2e9)

@@ -327,6 +327,8 @@ class ServedWeights(TolerantWire):
 class ObservedState(TolerantWire):
     """All that a service says about itself at one instant."""
 
+    number: int = Field(0, ge=0)
+    """Grows with each instant: two calls may overtake each other on their way. 0 where an earlier release says it."""
     acknowledged: str | None = None
     """Tag of the last desired state that it took in."""
     experiment_id: str | None = None

@@ -93,7 +93,7 @@ class Membership:
         """Whether a desired state was taken in since the last poll began."""
         self._applying = asyncio.Lock()
         self._acknowledged: str | None = None
-        self._num_applied = 0
+        self._num_applied = self._num_observed = 0
         self.service_id: str | None = None
         self.is_connected = False
         self._is_absence_told = False
@@ -230,7 +230,9 @@ class Membership:
             # For each attempt: one that was made before the gateway went away would be taken for the newest.
             observed = self._observe()
             load = {**observed.load, **self._gauges(), **self._memory.look()}
-            return observed.model_copy(update={"acknowledged": self._acknowledged, "load": load})
+            self._num_observed += 1
+            facts = {"number": self._num_observed, "acknowledged": self._acknowledged, "load": load}
+            return observed.model_copy(update=facts)
 
         num_applied = self._num_applied
         if wait_seconds > 0:

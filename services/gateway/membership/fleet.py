@@ -241,6 +241,8 @@ class Fleet:
         return holder if all(is_clear(shift, each.values()) for each in reports) else None
 
     async def _observe(self, service: LiveService, observed: ObservedState) -> None:
+        if 0 < observed.number < service.observed.number:
+            return  # a later one has overtaken it, and is known: this one would stand until the next call
         before, service.observed = service.observed, observed
         was_observed, service.is_observed = service.is_observed, True
         experiment = self._repository.find(service.experiment_id)

@@ -20,6 +20,7 @@ from flotilla.shared.schemas.experiment import CheckpointView, ExperimentState
 from flotilla.shared.schemas.service import (
     DRAIN_NOTICE_SECONDS,
     DesiredState,
+    DeviceReport,
     Failure,
     ObservedState,
     ServedWeights,
@@ -771,3 +772,20 @@ async def test_of_one_finding_there_is_one_event_whatever_is_said_of_it_and_whoe
     for unbounded in ({"detail": "x" * 1001}, {"digest": "x" * 65}):
         with pytest.raises(ValidationError):
             ServedWeights.model_validate({"version": 4, **unbounded})
+
+
+async def test_what_a_service_said_before_does_not_stand_where_it_comes_after_what_it_said_later() -> None:
+    gateway = a_gateway()
+    service_id = await add_service(gateway, ServiceKind.ROLLOUT, "one")
+
+    def device(shift: int, *, held: bool, number: int) -> ObservedState:
+        return ObservedState(number=number, device=DeviceReport(shift=shift, is_held=held))
+
+    await say(gateway, service_id, device(3, held=False, number=2))
+    await say(gateway, service_id, device(3, held=True, number=1))
+    assert gateway.registry.get(service_id).observed.device == DeviceReport(shift=3, is_held=False)
+
+    await say(gateway, service_id, device(5, held=True, number=3))
+    assert gateway.registry.get(service_id).observed.device == DeviceReport(shift=5, is_held=True)
+    await say(gateway, service_id, device(5, held=False, number=0))
+    assert gateway.registry.get(service_id).observed.device == DeviceReport(shift=5, is_held=False)

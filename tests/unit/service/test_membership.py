@@ -109,6 +109,7 @@ async def test_what_comes_of_news_goes_with_the_next_poll(seconds: float, monkey
 
     assert [each.policy_version for each in gateway.observed] == [0, 1, 2, 3]
     assert [each.acknowledged for each in gateway.observed] == [None, "first", "second", "second"]
+    assert [each.number for each in gateway.observed] == [1, 2, 3, 4], "the gateway knows which it said last"
     assert gateway.waits == [membership.POLL_SECONDS] * 3 + [0.0]
     running.cancel()
     with pytest.raises(asyncio.CancelledError):

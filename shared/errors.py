@@ -104,6 +104,12 @@ class PromptTooLong(InvalidRequest):
     code, title = "prompt_too_long", "The prompt is too long"
 
 
+class CannotBeShown(InvalidRequest):
+    """An engine's server cannot be shown the sequence that a turn goes on with."""
+
+    code, title = "cannot_be_shown", "The sequence cannot be shown to the engine"
+
+
 class NotFound(FlotillaError):
     """The named resource does not exist."""
 

@@ -21,7 +21,8 @@ class FinishReason(StrEnum):
     TURNS = "turns"
     """The episode reached its most turns."""
     TOKENS = "tokens"
-    """The episode's tokens, those that were not sampled included, left no room for another turn."""
+    """The episode's tokens, those that were not sampled included, left no room for another turn, or cannot be shown to
+    the engine again."""
     ABORTED = "aborted"
     """It was interrupted and may be gone on with."""
 

@@ -1,6 +1,7 @@
 """One member of a group: a trajectory that grows, turn by turn, while a conversation answers it."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,13 +13,22 @@ from flotilla.services.rollout.episodes.conversation import Conversation, Reply
 from flotilla.services.rollout.episodes.rendering import Illustrated, TurnRenderer, continued, rendered
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
-from flotilla.shared.errors import DataError, EnvironmentDiverged, EpisodeFailed, ModelError, PromptTooLong
+from flotilla.shared.errors import (
+    CannotBeShown,
+    DataError,
+    EnvironmentDiverged,
+    EpisodeFailed,
+    ModelError,
+    PromptTooLong,
+)
 from flotilla.shared.models.prompts import images_of
 from flotilla.shared.schemas.prompt_image import PromptImage, within
 from flotilla.shared.schemas.task import Message, Task, sample_seed
 from flotilla.shared.schemas.trajectory import GradeStatus, Trajectory
 from flotilla.shared.schemas.turns import FinishReason, Turn
 from flotilla.shared.telemetry.tracing.recording import inner_span
+
+log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -77,6 +87,7 @@ class Member:
         An error of the conversation is the trajectory's, which then has no reward.
 
         Raises:
+            CannotBeShown: the first prompt cannot be shown to the engine; a later turn's ends the episode.
             EnvironmentDiverged: the conversation does not say again what it said before.
             PromptTooLong: the first prompt leaves no room for a completion.
         """
@@ -112,7 +123,14 @@ class Member:
             if ended is not None:
                 return ended
         while True:
-            completion = await self._sample(prefix)
+            try:
+                completion = await self._sample(prefix)
+            except CannotBeShown as error:
+                if not self._builder.turns:
+                    raise
+                facts = {"group_id": self.task.group_id, "member": self.index, "error": error.detail}
+                log.warning("an episode ends before its next turn", extra=facts)
+                return FinishReason.TOKENS
             prefix = None
             if completion.finish_reason is FinishReason.ABORTED:
                 return FinishReason.ABORTED

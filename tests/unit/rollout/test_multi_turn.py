@@ -25,7 +25,7 @@ from flotilla.services.rollout.episodes.rendering import ANY_MESSAGE
 from flotilla.services.rollout.episodes.single_turn import SingleTurnEpisodes
 from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.shared.config.sections.rollout import SamplingConfig
-from flotilla.shared.errors import EnvironmentDiverged, PromptTooLong
+from flotilla.shared.errors import CannotBeShown, EnvironmentDiverged, PromptTooLong
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import GradeStatus, Group
 from flotilla.shared.schemas.turns import FinishReason
@@ -169,6 +169,36 @@ async def test_each_turn_sees_all_tokens_before_it_and_has_seeds_of_its_own() ->
     sampled = [[t.token_ids[turn.sampled : turn.end].tolist() for turn in t.turns] for t in group.trajectories]
     assert sampled[0] != sampled[1]
     assert sampled[0][1] != sampled[0][2]
+
+
+class Shortsighted(ScriptedEngine):
+    """Refuses a member's later turns, as a server that would take a sampled token for one more image, or all turns."""
+
+    def __init__(self, refuses: Callable[[str], bool]) -> None:
+        super().__init__(eos_token_id=END)
+        self._refuses = refuses
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        if self._refuses(request.request_id):
+            raise CannotBeShown("one more image")
+        return await super().generate(request)
+
+
+async def test_a_turn_that_cannot_be_shown_to_the_engine_ends_its_own_episode() -> None:
+    group = await played(Shortsighted(lambda name: name.endswith("-1.1")), a_task(0, group_size=2))
+    whole = await played(ScriptedEngine(eos_token_id=END), a_task(0, group_size=2))
+
+    first, second = group.trajectories
+    assert first.token_ids.tolist() == whole.trajectories[0].token_ids.tolist()
+    assert (second.finish_reason, second.status) == (FinishReason.TOKENS, GradeStatus.PENDING)
+    [turn] = second.turns
+    assert turn.reward == 1.0
+    assert second.token_ids.tolist() == whole.trajectories[1].token_ids[: turn.end].tolist()
+
+
+async def test_a_first_prompt_that_cannot_be_shown_to_the_engine_is_told_of() -> None:
+    with pytest.raises(CannotBeShown, match="one more image"):
+        await played(Shortsighted(lambda name: True), a_task(0, group_size=2))
 
 
 async def test_limits_end_an_episode_with_their_own_reason() -> None:

@@ -298,7 +298,7 @@ class Dialect(Protocol):
         """Have the body for a completion, as ``body`` made it, show the images of its prompt; takes a while.
 
         Raises:
-            InvalidRequest: the server cannot be told which of the tokens are images'.
+            CannotBeShown: the server cannot be told which of the tokens are images'.
         """
 
     def sampled(self, reply: Body) -> Sampled:

@@ -19,7 +19,7 @@ from flotilla.services.rollout.engines.requests import condensed
 from flotilla.services.rollout.engines.servers.completions import Sampled
 from flotilla.services.rollout.engines.servers.dialect import ShownImages
 from flotilla.shared.config.sections.images import ImagesConfig
-from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.errors import CannotBeShown
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.vision.files import plain_of
 
@@ -73,15 +73,17 @@ def with_pictures(body: Mapping[str, Any], shown: ShownImages) -> dict[str, Any]
     """Add the images to a request, and leave one token of each.
 
     Raises:
-        InvalidRequest: the prompt, or what was kept, has one more token by which the server finds images.
+        CannotBeShown: the prompt, or what was kept, has one more token by which the server finds images.
     """
     token_ids = condensed(body["input_ids"], shown.images)
     processor, num_images = shown.processor, len(shown.images)
     num_marks = sum(map(token_ids.count, processor.marks))  # a template has one before each image
     if token_ids.count(processor.token_id) != num_images or num_marks > num_images:
-        raise InvalidRequest(
-            f"the policy sampled one of the tokens {sorted({processor.token_id, *processor.marks})}, by which an "
-            "SGLang server finds images and videos: it would look for one more, so this sequence cannot go on there"
+        tokens = sorted({processor.token_id, *processor.marks})
+        raise CannotBeShown(
+            f"beside its images' own the sequence has one of the tokens {tokens}, sampled by the policy or in a "
+            "message's text, by which an SGLang server finds images and videos: it would look for one more, so this "
+            "sequence cannot go on there"
         )
     encoded = [base64.b64encode(plain_of(image.data)).decode("ascii") for image in shown.images]
     return {

@@ -13,7 +13,7 @@ from flotilla.services.rollout.engines.servers.completions import completion_of,
 from flotilla.services.rollout.engines.servers.dialect import ShownImages
 from flotilla.services.rollout.engines.sglang.wire import generate_body, limits_of, sampled_of, with_pictures
 from flotilla.shared.config.sections.images import ImagesConfig
-from flotilla.shared.errors import InvalidRequest
+from flotilla.shared.errors import CannotBeShown
 from flotilla.shared.schemas.trajectory import FinishReason
 from flotilla.shared.vision.files import plain_of
 from tests.contract.engine.requests import a_request
@@ -126,7 +126,7 @@ def test_a_sampled_token_by_which_the_server_finds_images_is_refused_behind_imag
     images = shown(a_picture())
 
     assert with_pictures({"input_ids": ids}, images)["input_ids"] == [START, IMAGE_TOKEN, 8]
-    with pytest.raises(InvalidRequest, match="sampled one of the tokens"):
+    with pytest.raises(CannotBeShown, match="sampled by the policy"):
         with_pictures({"input_ids": [*ids, sampled]}, images)
 
 

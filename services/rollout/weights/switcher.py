@@ -262,11 +262,11 @@ class VersionSwitcher:
         wanted = self._desired.policy_version
         if self._is_reserved or self._is_to_be_reserved:
             return wanted if self._member is not None and self._member.received == wanted else None
-        serving = self._gate.version
-        if serving is not None and wanted <= serving:
-            return None
-        hold = self._desired.hold_version
-        if hold is not None and serving is not None and wanted > hold:
+        serving, hold = self._gate.version, self._desired.hold_version
+        if serving is None:
+            # What it began with, the initial weights, is there again: their evaluation needs nobody else then.
+            return 0 if hold == 0 else wanted
+        if wanted <= serving or (hold is not None and wanted > hold):
             return None
         return wanted
 
@@ -283,7 +283,7 @@ class VersionSwitcher:
         else:
             async with self._engine_use:
                 desired = self._desired
-                if self.is_asleep or desired is None or desired.policy_version != version:
+                if self.is_asleep or desired is None or version not in {desired.policy_version, desired.hold_version}:
                     return
                 await self._gate.announce(version)
                 await self._load(version, desired)

@@ -718,6 +718,28 @@ async def test_a_held_version_is_not_left(tmp_path: Path) -> None:
         await world.until(lambda: world.gate.version == 4)
 
 
+async def test_an_engine_that_begins_again_under_an_evaluation_of_the_initial_weights_serves_them(
+    tmp_path: Path,
+) -> None:
+    async with a_discarding_world(tmp_path, None) as (world, engine):
+        world.want(2, weights_url="http://trainer", hold_version=0)
+        await world.until(lambda: world.gate.version == 0)
+        assert (engine.num_woken, engine.loaded, engine.discarded_at) == (0, [], [])
+
+        world.want(2, weights_url="http://trainer")
+
+        await world.until(lambda: world.gate.version == 2)
+
+
+async def test_an_engine_that_begins_again_under_an_evaluation_of_weights_that_are_gone_serves_the_newest(
+    tmp_path: Path,
+) -> None:
+    async with a_world(tmp_path, serving=None) as world:
+        world.want(3, weights_url="http://trainer", hold_version=2)
+
+        await world.until(lambda: world.gate.version == 3)
+
+
 async def test_a_version_is_received_while_an_older_one_is_loaded(tmp_path: Path) -> None:
     async with a_world(tmp_path) as world:
         world.engine.may_load.clear()

@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen, SourceCounts, groups_needed
+from flotilla.services.gateway.monitoring.health.evidence import Evidence, Facts, Seen, SourceCounts
 from flotilla.shared.schemas.health import MOST_SOURCES, GradingReport, SampleExcerpt
 
 MOST_PARTS: Final = 64
-"""Reports of one data source that are looked back at."""
+"""Parts of one data source's groups that are looked back at."""
+PART_GROUPS: Final = 16
+"""Reports with fewer groups are a part together: of a rare source each has one or two."""
+MOST_GROUPS: Final = (MOST_PARTS - 1) * PART_GROUPS
+"""Of one data source that are looked back at for certain."""
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class SourceSeries:
             if now.groups <= groups or (name not in self._sources and len(self._sources) >= MOST_SOURCES):
                 continue
             source = self._sources.setdefault(name, _Source())
-            source.parts.append((now.groups - groups, now.signalless_groups - dead))
+            _add(source.parts, now.groups - groups, now.signalless_groups - dead)
             source.sample = now.sample or source.sample
 
     def counts(self, wanted: int) -> dict[str, SourceCounts]:
@@ -67,6 +71,18 @@ class SourceSeries:
             source.sample = None if sample is None else SampleExcerpt.model_validate(sample)
 
 
+def groups_wanted(facts: Facts) -> int:
+    """Count the groups of a data source that its check looks back at, however many others a step has."""
+    return min(facts.thresholds.min_groups, MOST_GROUPS)
+
+
+def _add(parts: deque[tuple[int, int]], groups: int, dead: int) -> None:
+    if parts and parts[-1][0] < PART_GROUPS:
+        before = parts.pop()
+        groups, dead = groups + before[0], dead + before[1]
+    parts.append((groups, dead))
+
+
 def _newest(source: _Source, wanted: int) -> SourceCounts:
     groups = dead = 0
     for part in reversed(source.parts):
@@ -81,11 +97,11 @@ def dead_source(evidence: Evidence) -> Seen | None:
     facts = evidence.facts
     if not facts.learns_from_rewards:
         return None
-    share, wanted = facts.thresholds.signalless_share, groups_needed(facts)
+    share, wanted = facts.thresholds.signalless_share, groups_wanted(facts)
     taken = {name: each for name, each in evidence.sources.items() if name not in facts.left_out}
-    known = {name: each for name, each in taken.items() if each.groups >= wanted}
-    dead = {name: each for name, each in known.items() if each.signalless_groups >= share * each.groups}
-    if not dead or len(dead) == len(taken):
+    teaching = {name for name, each in taken.items() if each.signalless_groups < share * each.groups}
+    dead = {name: each for name, each in taken.items() if name not in teaching and each.groups >= wanted}
+    if not dead or not teaching:
         return None
     name, counts = max(dead.items(), key=lambda each: each[1].groups)
     others = f"; so do those of {', '.join(sorted(set(dead) - {name}))}" if len(dead) > 1 else ""

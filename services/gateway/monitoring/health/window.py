@@ -17,7 +17,7 @@ from flotilla.services.gateway.monitoring.health.evidence import (
 )
 from flotilla.services.gateway.monitoring.health.gaps import gap_series
 from flotilla.services.gateway.monitoring.health.memory import MemorySeries
-from flotilla.services.gateway.monitoring.health.sources import SourceSeries
+from flotilla.services.gateway.monitoring.health.sources import SourceSeries, groups_wanted
 from flotilla.shared.config.sections.reward import AuditConfig
 from flotilla.shared.schemas.health import GradingReport, SampleExcerpt, SamplingReport
 
@@ -251,7 +251,7 @@ class HealthWindow:
             last_audit_error=self._last_audit_error,
             alike_samples=self._alike_samples,
             memory=self.memory.slopes(),
-            sources=self._sources.counts(groups_needed(facts)),
+            sources=self._sources.counts(groups_wanted(facts)),
         )
 
 

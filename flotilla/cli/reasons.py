@@ -14,6 +14,7 @@ REASONS: Mapping[str, str] = {
     "all_abstained": "no answer has a reward: graders abstained",
     "all_masked": "no answer is left to train on: reward.sample_mask",
     "cannot_be_shown": "the engine's server would take a token of the prompt's text for one more image",
+    "data_error": "an image of the prompt cannot be shown",
     "episode_failed": "every answer failed while it was sampled: its environment, a tool or its prompt",
     "experiment_ended": "under way when the experiment ended",
     "grading_error": "no answer could be graded",

@@ -21,7 +21,7 @@ from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.failed_samples import FailedSamples
 from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.concurrency.cancelling import cancelled_by
-from flotilla.shared.errors import ClaimLost, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
+from flotilla.shared.errors import ClaimLost, DataError, EpisodeFailed, FlotillaError, InvalidRequest, WorkerDied
 from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.schemas.task import Task
 from flotilla.shared.schemas.trajectory import Group
@@ -42,7 +42,8 @@ at once, it would come straight back here."""
 
 UNREADABLE = "unreadable"
 ROLLOUT_TIMEOUT = "rollout_timeout"
-"""Reasons for which a task fails, besides the codes of ``InvalidRequest``, ``EpisodeFailed`` and their kinds."""
+"""Reasons for which a task fails, besides the codes of ``InvalidRequest``, ``EpisodeFailed``, ``DataError`` and their
+kinds."""
 
 
 @dataclass
@@ -284,7 +285,7 @@ class RolloutConsumer:
                     await self._end(hop, claim, group)
         except ClaimLost:
             self._lost.add(claim)
-        except (InvalidRequest, EpisodeFailed) as error:
+        except (InvalidRequest, EpisodeFailed, DataError) as error:
             self.failures_in_a_row += 1
             self.last_error = error.detail
             log.warning("task cannot be answered", extra={"entry_id": claim.entry_id, "error": error.detail})

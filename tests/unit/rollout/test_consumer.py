@@ -10,7 +10,7 @@ import pytest
 from flotilla.services.rollout.consumer import LaneConfig, RolloutConsumer
 from flotilla.services.rollout.failed_samples import FailedSamples
 from flotilla.services.rollout.weights.version import VersionGate
-from flotilla.shared.errors import InvalidRequest, PromptTooLong, Unavailable, WorkerDied
+from flotilla.shared.errors import DataError, InvalidRequest, PromptTooLong, Unavailable, WorkerDied
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
@@ -195,6 +195,18 @@ async def test_a_prompt_that_does_not_fit_fails_with_its_reason() -> None:
         ledger = await world.until(lambda ledger: bool(ledger.failed))
 
     assert ledger.failed == {"prompt_too_long": 1}
+
+
+async def test_a_row_whose_image_cannot_be_shown_fails_and_does_not_come_back() -> None:
+    def refuse(task: Task) -> Group:
+        raise DataError("an image of 9 bytes cannot be decoded")
+
+    async with World(ScriptedEpisodes(refuse)).running() as world:
+        await world.issue(a_task(0))
+
+        ledger = await world.until(lambda ledger: bool(ledger.failed))
+
+    assert ledger.failed == {"data_error": 1}
 
 
 @pytest.mark.parametrize(("fits", "is_hopeless"), [((), True), ((1,), False)])

@@ -91,6 +91,10 @@ def notices_from(values: Mapping[str, str]) -> NoticeSource | None:
     return NoticeSource(Cloud(text), url.rstrip("/"))
 
 
+WAITS_FOR_TURN = "waits_for_turn"
+"""Load of a trainer whose worker is to compute, and waits for a step of another experiment in its process."""
+MOST_WAITED_SECONDS = 600.0
+"""So much of what one that ends waits for others' steps is no part of the time for its last checkpoint."""
 RECEIVE_STATES = frozenset(each.value for each in ReceiveState)
 DRAIN_NOTICE_SECONDS = 30.0
 """The notice of a service that is to leave, where none is given."""

@@ -13,6 +13,7 @@ from flotilla.services.gateway.registry.services import Registry
 from flotilla.services.gateway.signals import wait_for_any
 from flotilla.shared.clock import Clock
 from flotilla.shared.errors import Unavailable
+from flotilla.shared.schemas.service import MOST_WAITED_SECONDS, WAITS_FOR_TURN
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.redis.connection import COMPONENT
 
@@ -79,10 +80,13 @@ class Teardown:
             self._commands.stage_conclusion(change, self._experiment, LifecycleEvent.QUIET, problem=None)
 
     async def _wait_for_quiet(self) -> None:
-        end = self._clock.monotonic() + self._idle_timeout_seconds
-        while self._clock.monotonic() < end:
+        began = since = self._clock.monotonic()
+        while (now := self._clock.monotonic()) < since + self._idle_timeout_seconds:
             working = [s for s in self._registry.of(self._experiment.id) if s.works_for(self._experiment.id)]
             if not working:
                 return
+            if any(WAITS_FOR_TURN in service.observed.load for service in working):
+                # Its last checkpoint has so long once others' steps let it begin.
+                since = min(now, began + MOST_WAITED_SECONDS)
             await wait_for_any(POLL_SECONDS, self._experiment.changed.next)
         log.warning("services did not fall idle", extra={"experiment_id": self._experiment.id})

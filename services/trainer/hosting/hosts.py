@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from flotilla.services.trainer.supervisor.process import KILL_SECONDS, ExitStatus, WorkerHandle, environment_of
 from flotilla.services.trainer.supervisor.supervisor import Process, StartWorker
-from flotilla.services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line
+from flotilla.services.trainer.wire import FROM_WORKER, FromWorker, Launch, Line, Order, Status
 from flotilla.shared.children.processes import READ_BYTES, python_module
 from flotilla.shared.children.spawning import Child, spawn
 from flotilla.shared.config.base.model import Threads
@@ -24,6 +24,7 @@ from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.rules.publication import KEY, publishes_adapters
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.service import MOST_WAITED_SECONDS, WAITS_FOR_TURN, WorkState
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class HostedWorker:
         self._host, self._number, self._on_message = host, number, on_message
         self._context = copy_context()
         self._ended: asyncio.Future[ExitStatus] = asyncio.get_running_loop().create_future()
+        self._makes_last_checkpoint = False
+        self._waited_at = 0.0
         self.is_given_up = False
         """Whether nobody wants it to go on."""
 
@@ -86,6 +89,8 @@ class HostedWorker:
 
     def tell(self, line: Line) -> None:
         """Send it a message; nothing happens where it has ended."""
+        if isinstance(line, Order):
+            self._makes_last_checkpoint = line.state is WorkState.IDLE
         if not self._ended.done():
             self._host.send(self._number, line.model_dump_json())
 
@@ -96,6 +101,8 @@ class HostedWorker:
         except ValidationError:
             log.warning("a worker says what is no message", extra={"number": self._number})
             return
+        if isinstance(message, Status) and WAITS_FOR_TURN in message.load:
+            self._waited_at = time.monotonic()
         self._context.run(self._on_message, message)
 
     def end(self, ending: ExitStatus) -> None:
@@ -112,10 +119,18 @@ class HostedWorker:
         return await asyncio.shield(self._ended)
 
     async def stop(self, wait_seconds: float) -> None:
-        """Wait for an end that was ordered; give up what does not come to it."""
-        await asyncio.wait([self._ended], timeout=wait_seconds)
-        if not self._ended.done():
-            await self.kill()
+        """Wait for an end that was ordered; give up what does not come to it.
+
+        What it waits for others' steps is no part of the time for a last checkpoint, up to ``MOST_WAITED_SECONDS``.
+        """
+        began = time.monotonic()
+        while not self._ended.done():
+            waited_at = min(self._waited_at, began + MOST_WAITED_SECONDS) if self._makes_last_checkpoint else began
+            left = max(began, waited_at) + wait_seconds - time.monotonic()
+            if left <= 0:
+                await self.kill()
+                return
+            await asyncio.wait([self._ended], timeout=left)
 
     async def kill(self) -> None:
         """Give it up now: it may compute to the end of its step while others train on.

@@ -62,6 +62,10 @@ class ComputeTurns:
                 self._computing = None
                 self._changed.notify_all()
 
+    def is_waiting(self, seat: "Seat") -> bool:
+        """Whether one waits while another computes."""
+        return self._computing is not None and seat.name in self._waiting
+
     def leave(self, seat: "Seat") -> None:
         """End the wait of one that is to compute nothing any more."""
         with self._changed:
@@ -90,6 +94,11 @@ class Seat:
         self._turns = turns
         self.name, self.weight, self.is_ending = name, weight, is_ending
         self.is_left = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is to be computed there, and waits for what another one computes; asked on any thread."""
+        return self._turns.is_waiting(self)
 
     @contextmanager
     def turn(self) -> Iterator[None]:

@@ -32,7 +32,15 @@ from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, Restarts
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.errors import InvalidSpec
-from flotilla.shared.schemas.service import Assignment, DeviceReport, Failure, JobReport, ObservedState, WorkState
+from flotilla.shared.schemas.service import (
+    WAITS_FOR_TURN,
+    Assignment,
+    DeviceReport,
+    Failure,
+    JobReport,
+    ObservedState,
+    WorkState,
+)
 from flotilla.shared.service.reconciling import StateFollower
 from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 from flotilla.shared.telemetry import logging as telemetry
@@ -283,6 +291,7 @@ class Supervisor(StateFollower):
 
     def _hear(self, message: FromWorker) -> None:
         if self._is_leaving:
+            self._note_wait(message)
             return
         if isinstance(message, ImageReady):
             offering = asyncio.create_task(self._offer(message), name=f"offer version {message.version}")
@@ -312,6 +321,13 @@ class Supervisor(StateFollower):
                 self.notify()
             elif is_news and self._news is None:
                 self._news = asyncio.get_running_loop().call_later(NEWS_SECONDS, self._tell_news)
+
+    def _note_wait(self, message: FromWorker) -> None:
+        """Let the gateway, which waits for a last checkpoint, know whether that waits for others' steps."""
+        if isinstance(message, Status) and self._status is not None:
+            before, self._status = self._status, self._status.model_copy(update={"load": message.load})
+            if (WAITS_FOR_TURN in before.load) is not (WAITS_FOR_TURN in message.load):
+                self.notify()
 
     def _tell_news(self) -> None:
         self._news = None

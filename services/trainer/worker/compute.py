@@ -77,6 +77,11 @@ class ComputeThread(ThreadPoolExecutor):
         self.cores = cores
         self._seat = seat
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether what is to be computed waits for another session's turn to end."""
+        return self._seat is not None and self._seat.is_waiting
+
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
         """Compute something in its turn, and log it as who submits it does."""
         context = contextvars.copy_context()

@@ -30,7 +30,7 @@ from flotilla.services.trainer.worker.session import Session, SessionDeps, open_
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import ClaimLost, DataError, FlotillaError, InvalidRequest, ModelError
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.service import DeviceOrder, Failure, WorkState
+from flotilla.shared.schemas.service import WAITS_FOR_TURN, DeviceOrder, Failure, WorkState
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
@@ -235,6 +235,8 @@ class WorkerProcess:
             "trained_tokens": float(session.loop.progress.totals.trained_tokens),
             "seconds": time.monotonic() - self._started,
         }
+        if session.compute.is_waiting:
+            load[WAITS_FOR_TURN] = 1.0
         version = session.publisher.published_version
         self._say(
             Status(

@@ -16,7 +16,7 @@ from flotilla.services.trainer.checkpoint.storage import CheckpointStorage
 from flotilla.services.trainer.data.plan import StepPlanner
 from flotilla.services.trainer.data.source import GroupSource, ReadVersion, requirements_of
 from flotilla.services.trainer.worker.checkpoint_policy import CheckpointPolicy, CheckpointWriter
-from flotilla.services.trainer.worker.compute import Company, compute_thread
+from flotilla.services.trainer.worker.compute import Company, ComputeThread, compute_thread
 from flotilla.services.trainer.worker.control import RunControl
 from flotilla.services.trainer.worker.device_shift import DeviceShift
 from flotilla.services.trainer.worker.execution import Job, Memory, open_execution
@@ -97,6 +97,7 @@ class Session:
     reporter: Reporter
     device: DeviceShift
     durability: CheckpointPolicy
+    compute: ComputeThread
 
     async def run(self) -> bool:
         """Train; True when the last step is done. A failure of anything beside the loop ends it, too."""
@@ -175,7 +176,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
         training = TrainingLoop(
             trained, planner, publisher, durability, reporter, control, compute, samples, held_out, device
         )
-        yield Session(training, source, publisher, reporter, device, durability)
+        yield Session(training, source, publisher, reporter, device, durability, compute)
 
 
 def _images(spec: ExperimentSpec, around: SessionDeps, weights: Snapshots) -> ImagePool:

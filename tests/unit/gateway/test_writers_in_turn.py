@@ -22,7 +22,7 @@ from flotilla.shared.clock import ManualClock
 from flotilla.shared.errors import Conflict, NotFound, Unavailable
 from flotilla.shared.schemas.experiment import Event, ExperimentState, MetricBatch
 from flotilla.shared.schemas.publication import PublicationPhase, PublicationReport, ReceiveState, Rendezvous
-from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
+from flotilla.shared.schemas.service import WAITS_FOR_TURN, ObservedState, ServiceKind, WorkState
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.plans import WORKERS_PER_EPOCH
 from flotilla.shared.streams.redis.connection import COMPONENT
@@ -142,6 +142,36 @@ async def test_a_failure_keeps_its_cause_while_the_data_plane_is_absent(monkeypa
 
     assert not absences and experiment.record.final_ledger is not None
     assert cause_of(gateway, experiment) == ("trainer", "out of memory")
+
+
+async def test_the_end_waits_for_a_last_checkpoint_that_waits_for_others_steps() -> None:
+    clock = ManualClock()
+    gateway = a_gateway(clock=clock)
+    experiment = await add_experiment(gateway)
+    trainer = await add_service(gateway, ServiceKind.TRAINER, "t", experiment.id)
+    observed = ObservedState(experiment_id=experiment.id, state=WorkState.RUNNING)
+    ending = Teardown(
+        experiment,
+        gateway.repository,
+        gateway.registry,
+        gateway.fleet,
+        gateway.commands,
+        clock,
+        idle_timeout_seconds=30.0,
+        finish_sending=asyncio.Event().wait,  # type: ignore[arg-type]
+    )
+    await say(gateway, trainer, observed.model_copy(update={"load": {WAITS_FOR_TURN: 1.0}}))
+    waiting = asyncio.create_task(ending._wait_for_quiet())
+    for _ in range(4):
+        clock.advance(20.0)
+        await asyncio.sleep(2 * teardown.POLL_SECONDS)
+    assert not waiting.done()
+
+    await say(gateway, trainer, observed)
+    clock.advance(31.0)
+
+    async with asyncio.timeout(5):
+        await waiting
 
 
 @pytest.mark.parametrize("action", [Action.START, Action.RESUME])

@@ -33,7 +33,7 @@ from flotilla.shared.checkpoints.lineage import INITIAL, VersionLine
 from flotilla.shared.children.processes import READ_BYTES
 from flotilla.shared.children.spawning import spawn
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
-from flotilla.shared.schemas.service import Failure, WorkState
+from flotilla.shared.schemas.service import WAITS_FOR_TURN, Failure, WorkState
 from flotilla.shared.telemetry.logging import experiment_id
 from flotilla.shared.telemetry.recent import RecentLines
 from tests.unit.trainer.builders import a_spec
@@ -150,6 +150,47 @@ async def test_a_worker_hears_and_says_what_its_own_supervisor_and_it_say(monkey
     worker.end(ExitStatus(0, "it ended"))
     await worker.stop(5)
     assert (await worker.ended()).code == 0
+
+
+def waits(worker: HostedWorker) -> None:
+    """Say, as a worker each second, that another one's step keeps it from its last checkpoint."""
+    worker.hear(Status(state=WorkState.RUNNING, step=3, version=2, load={WAITS_FOR_TURN: 1.0}).model_dump_json())
+
+
+@pytest.mark.parametrize(
+    ("state", "most", "is_waited_for"),
+    [(WorkState.IDLE, 600.0, True), (WorkState.IDLE, 0.05, False), (WorkState.DRAINING, 600.0, False)],
+)
+async def test_the_time_for_a_last_checkpoint_begins_when_no_other_step_keeps_it_waiting(
+    monkeypatch: pytest.MonkeyPatch, state: WorkState, most: float, is_waited_for: bool
+) -> None:
+    monkeypatch.setattr(hosts, "KILL_SECONDS", 0.01)
+    monkeypatch.setattr(hosts, "MOST_WAITED_SECONDS", most)
+    rig = Rig()
+    worker = await rig.start()
+    rig.hosts[0].is_wanted = False
+    worker.tell(Order(state=state))
+    stopping = asyncio.create_task(worker.stop(0.3))
+    for _ in range(6):
+        waits(worker)
+        await asyncio.sleep(0.1)
+
+    assert ((1, None) not in rig.hosts[0].sent) is is_waited_for
+    worker.end(ExitStatus(0, "it ended"))
+    await stopping
+
+
+async def test_one_that_waits_for_its_turn_says_so() -> None:
+    turns, cores = ComputeTurns(), ComputeCores(1)
+    with contextlib.closing(cores), ComputeThread(cores, turns.seat("one", 1.0)) as thread:
+        assert not thread.is_waiting
+        with turns.seat("other", 1.0).turn():
+            computing = thread.submit(lambda: None)
+            async with asyncio.timeout(5):
+                while not thread.is_waiting:
+                    await asyncio.sleep(0.001)
+        computing.result(5)
+        assert not thread.is_waiting
 
 
 class Told:

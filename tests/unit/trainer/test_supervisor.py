@@ -18,7 +18,15 @@ from flotilla.services.trainer.wire import Failed, Launch, Line, Order, Status
 from flotilla.services.trainer.worker.run import WorkerProcess, describe_failure
 from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, ModelError, Unavailable
-from flotilla.shared.schemas.service import Assignment, DesiredState, DeviceOrder, DeviceReport, Failure, WorkState
+from flotilla.shared.schemas.service import (
+    WAITS_FOR_TURN,
+    Assignment,
+    DesiredState,
+    DeviceOrder,
+    DeviceReport,
+    Failure,
+    WorkState,
+)
 from flotilla.shared.service.reconciling import StartBackoff
 from flotilla.shared.weights.pull.server import PublishedImages
 from tests.unit.trainer.builders import a_spec
@@ -134,6 +142,25 @@ async def test_an_assignment_starts_a_worker_and_its_status_is_observed(monkeypa
         assert observed.load["ready_groups"] == 2.0
         assert rig.workers[0].launch.assignment.token == "secret"
         assert rig.workers[0].launch.incarnation == 2_000_001
+
+
+async def test_that_a_last_checkpoint_waits_for_others_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with a_rig(monkeypatch) as rig:
+        await rig.desire(WorkState.RUNNING, an_assignment())
+        await rig.until(lambda: bool(rig.workers))
+        worker, told = rig.workers[0], list[bool]()
+        worker.say(a_status())
+        rig.supervisor.notify = lambda: told.append(WAITS_FOR_TURN in rig.supervisor.observe().load)
+        orders: list[Line] = []
+        monkeypatch.setattr(worker, "tell", orders.append)
+        await rig.desire(WorkState.IDLE, None)
+        await rig.until(lambda: bool(orders))
+
+        for load in ({WAITS_FOR_TURN: 1.0}, {WAITS_FOR_TURN: 1.0}, {}):
+            worker.say(a_status(load=load))
+        assert told == [True, False]
+        worker.end(0)
+        await rig.until(lambda: rig.state is WorkState.IDLE)
 
 
 async def test_steps_and_versions_are_told_together_and_the_first_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

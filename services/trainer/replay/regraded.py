@@ -73,6 +73,12 @@ def compares_groups_alone(spec: ExperimentSpec) -> bool:
     return not isinstance(config, GpgConfig) and config.kind not in {"gigpo", "step_reinforce"}
 
 
+def _without_images(group: Group) -> Group:
+    """Leave images out: they change no advantage, and nothing here can place them."""
+    trajectories = tuple([replace(each, images=()) if each.images else each for each in group.trajectories])
+    return replace(group, task=replace(group.task, images=()), trajectories=trajectories)
+
+
 def regraded_advantages(spec: ExperimentSpec, groups: Sequence[NewlyGraded]) -> list[list[Floats | None]]:
     """Compute the advantages of groups that are trained together.
 
@@ -84,8 +90,7 @@ def regraded_advantages(spec: ExperimentSpec, groups: Sequence[NewlyGraded]) -> 
         Of each group and member [T] over its tokens, NaN where none was sampled; None for a member without a reward,
         and for all of them where a token needs log-probs that were not recorded since it was not trained.
     """
-    # Images change no advantage, and nothing here can place them.
-    shown = [replace(each.group, task=replace(each.group.task, images=())) for each in groups]
+    shown = [_without_images(each.group) for each in groups]
     nothing: list[list[Floats | None]] = [[None] * len(each.trajectories) for each in shown]
     if not any(scored_trajectories(each) for each in shown):
         return nothing

@@ -18,6 +18,7 @@ from flotilla.services.trainer.learning.trace import TracedStep
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.replay.regraded import NewlyGraded, regraded_advantages
 from flotilla.shared.config.spec import ExperimentSpec
+from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.routing import Ids, RoutedExperts
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleKind
 from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
@@ -248,6 +249,19 @@ def test_new_rewards_are_compared_by_episode_and_laid_where_tokens_were() -> Non
     gap = float("nan")
     np.testing.assert_equal(first, np.array([gap, gap, 0.5, 0.5, gap, gap, gap, 0.5, 0.5], np.float32))
     np.testing.assert_equal(second, np.array([gap, gap, -0.5, -0.5], np.float32))
+
+
+def test_new_rewards_of_what_was_shown_pictures_later_need_nobody_who_can_see_them() -> None:
+    plain = a_group(an_episode([0.0, 1.0], [1, 2]), an_episode([0.0], [1]))
+    first = replace(plain.trajectories[0], images=(PromptImage(4, 1, b"a picture"),))
+    group = replace(plain, trajectories=(first, plain.trajectories[1]))
+    spec = spec_of(kind="grpo", normalise_by_std=False)
+
+    found, expected = (
+        regraded_advantages(spec, [NewlyGraded(KeptGroup(each, SampleKind.TRAINED), each)]) for each in (group, plain)
+    )
+
+    np.testing.assert_equal(found, expected)
 
 
 def test_step_reinforce_may_compare_all_steps_of_a_training_step() -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import Field, ValidationError
 
@@ -177,7 +178,7 @@ def wanted_tokens(request: AnyRequest) -> int | None:
     return longer or request.max_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SentImage:
     """An image among the parts of a message. It is written as its name: that of its content."""
 
@@ -189,10 +190,10 @@ class SentImage:
 
 
 class SentImages:
-    """The images that an agent has sent, each distinct one once."""
+    """The images of messages that are kept of an agent, each distinct one once; those of refused requests go."""
 
     def __init__(self) -> None:
-        self._known: dict[str, SentImage] = {}
+        self._known: WeakValueDictionary[str, SentImage] = WeakValueDictionary()
 
     def read(self, number: int, part: Message) -> SentImage:
         """Read a part.

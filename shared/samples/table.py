@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA = 1
+ILLUSTRATED_SCHEMA = 2
+"""Of a file with trajectories that list what they were shown: earlier releases would read such images as text."""
 FACTS = b"flotilla"
 """Key of the file's facts among the schema's metadata."""
 
@@ -79,7 +81,8 @@ def to_table(file: SampleFile) -> pa.Table:
     columns["prompt"] = pa.array([kept.group.prompt for kept, _ in pairs], pa.string())
     columns["ended"] = pa.array([kept.reason for kept, _ in pairs], pa.string())
     trajectories = [kept.group.trajectories[member] for kept, member in pairs]
-    if any(each.images for each in trajectories):
+    is_illustrated = any(each.images for each in trajectories)
+    if is_illustrated:
         columns |= _shown_columns(file.groups)
     if any(each.experts is not None for each in trajectories):
         packed = [None if each.experts is None else msgpack.packb(each.experts.to_wire()) for each in trajectories]
@@ -87,7 +90,8 @@ def to_table(file: SampleFile) -> pa.Table:
     for name, kind, read_grade in _of_trajectories():
         columns[name] = pa.array([read_grade(each) for each in trajectories], kind)
     columns |= _token_columns(trajectories) | _trained_columns(pairs)
-    facts = {"schema": SCHEMA, "step": file.step, "version": file.version} | dict(file.facts)
+    schema = ILLUSTRATED_SCHEMA if is_illustrated else SCHEMA
+    facts = {"schema": schema, "step": file.step, "version": file.version} | dict(file.facts)
     table = pa.table(columns)
     return table.replace_schema_metadata({FACTS: json.dumps(facts).encode()})
 
@@ -131,8 +135,9 @@ def facts_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
         ValueError: another program, or another release, wrote it.
     """
     facts: dict[str, Any] = json.loads((metadata or {}).get(FACTS, b"{}"))
-    if facts.get("schema") != SCHEMA:
-        raise ValueError(f"the file has schema {facts.get('schema')!r} of samples, this version reads {SCHEMA}")
+    if facts.get("schema") not in (SCHEMA, ILLUSTRATED_SCHEMA):
+        known = f"{SCHEMA} and {ILLUSTRATED_SCHEMA}"
+        raise ValueError(f"the file has schema {facts.get('schema')!r} of samples, this version reads {known}")
     return facts
 
 

@@ -19,7 +19,7 @@ from flotilla.shared.config.sections.tracking import SamplesConfig
 from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.samples.folder import SampleFolder, ended_name
 from flotilla.shared.samples.reading import ReadSample
-from flotilla.shared.samples.table import to_groups, to_table
+from flotilla.shared.samples.table import ILLUSTRATED_SCHEMA, SCHEMA, facts_of, to_groups, to_table
 from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
@@ -263,6 +263,7 @@ def test_images_are_kept_once_for_a_group_and_come_back(tmp_path: Path) -> None:
     assert table.column("images").null_count == table.num_rows - 2
     assert [kept.group.task.images for kept in to_groups(table)] == [(a_picture("red"), a_picture("blue"))] * 2
     assert "images" not in to_table(a_step(1)).column_names
+    assert facts_of(table.schema.metadata)["schema"] == SCHEMA
 
 
 def shown_later(file: SampleFile) -> SampleFile:
@@ -292,6 +293,7 @@ def test_pictures_of_later_turns_are_kept_once_for_a_group_and_a_page_shows_them
     assert sorted(added) == sorted([a_picture("blue"), a_picture(seed=1)] * 2)
     expected = [each.images for kept in file.groups for each in kept.group.trajectories]
     assert [each.images for kept in to_groups(table) for each in kept.group.trajectories] == expected
+    assert facts_of(table.schema.metadata)["schema"] == ILLUSTRATED_SCHEMA, "an earlier release would read them as text"
     experiment = tmp_path / "fleet" / "experiments" / "tiny-aa11"
     experiment.mkdir(parents=True)
     SampleFolder(experiment, SamplesConfig()).write(file)

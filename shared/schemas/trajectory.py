@@ -410,8 +410,8 @@ class Group:
             ValueError: the body has another schema version, or there is not one grade for each trajectory.
         """
         if body.get("schema") not in (GROUP_SCHEMA, ILLUSTRATED_SCHEMA):
-            known = f"{GROUP_SCHEMA} and {ILLUSTRATED_SCHEMA}"
-            raise ValueError(f"group has schema {body.get('schema')!r}, this version reads {known}")
+            schemas = f"{GROUP_SCHEMA} and {ILLUSTRATED_SCHEMA}"
+            raise ValueError(f"group has schema {body.get('schema')!r}, this version reads {schemas}")
         sampled = body["trajectories"]
         if len(grades) != len(sampled):
             raise ValueError(f"{len(grades)} grades do not go with {len(sampled)} trajectories")

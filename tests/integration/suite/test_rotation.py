@@ -41,10 +41,10 @@ def test_commits_are_counted_and_a_shallow_clone_goes_by_the_hash(tmp_path: Path
 def test_a_run_has_one_slot_of_the_long_tests_beside_all_others(tmp_path: Path, workers: str) -> None:
     files = {f"test_{name}": LONG for name in ("a", "b", "c", "d", "never")}
 
-    ended = run(tmp_path, "-n", workers, "--long-slot", "6", "-v", "-v", conftest=PLUGINS, **files)
+    ended = run(tmp_path, "-n", workers, "--long-slot", "7", "-v", "-v", conftest=PLUGINS, **files)
 
     assert ended.status == 0, ended.output
-    assert "long tests: slot 2 of 0 to 3, 2 seconds: test_c.py" in ended.output
+    assert "long tests: slot 2 of 0 to 4, 2 seconds: test_c.py" in ended.output
     assert "test_c.py::test_it" in ended.output
     assert not any(f"test_{name}.py::test_it" in ended.output for name in ("a", "b", "d", "never"))
     assert all(f"test_{name}.py::test_by_day" in ended.output for name in ("a", "b", "c", "d", "never"))

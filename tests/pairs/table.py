@@ -405,7 +405,7 @@ RANKS_REFUSED: tuple[frozenset[Case], ...] = (
     *(
         frozenset({("pictures", pictures), case})
         for pictures in ("some", "some, tower trained")
-        for case in (("mesh", "sequences"), ("mesh", "tensors"), ("critic", "the policy's body"))
+        for case in (("mesh", "sequences"), ("mesh", "tensors"))
     ),
 )
 """What a spec refuses beside a mesh: adapters take the place of the layers that are divided. And beside pictures."""

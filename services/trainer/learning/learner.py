@@ -41,6 +41,7 @@ from flotilla.services.trainer.learning.trace import TokenTrace, TracedStep
 from flotilla.services.trainer.learning.trainable import (
     Weights,
     choose_trained,
+    freeze_tower,
     image_weights,
     kept_weights,
     prepare_routers,
@@ -152,11 +153,13 @@ class Learner:
         self.updates_per_step = spec.asynchrony.require_batches * spec.optimisation.epochs_per_step
         total = spec.optimisation.steps * self.updates_per_step
         moments = spec.parallelism.offload.optimiser
+        for begun in filter(None, (loaded, critic)):
+            freeze_tower(spec, begun.model)
         self.critic = make_critic(spec, loaded, critic, total, ranks)
         for each in self._computing:
             if (group := self._ranks_of(each).sequence_group) is not None:
                 each.split_sequences(SequenceParallel(group))
-        # After the critic's copy, which trains whole.
+        # After the critic's copy, which trains whole, but for its tower.
         self.adapters = choose_trained(loaded.model, spec)
         self.processor = processor_for(spec, loaded)
         for module in [loaded.model, *([] if self.critic is None else [self.critic.body])]:
@@ -166,9 +169,9 @@ class Learner:
         self._packing = spec.optimisation.packing
         for each in (self.policy, *self._read_alike):
             self._packing = each.resolve_packing(self._packing)
-        if self.processor is not None:
-            seeing = filter(None, (self.policy, self.reference))
-            show_images(spec, self.processor, seeing, zip(teachers, self.teachers, strict=True), ranks)
+        seeing = filter(None, (self.policy, self.reference))
+        taught = zip(teachers, self.teachers, strict=True)
+        self.towers = show_images(spec, self.processor, seeing, taught, self.critic, critic, ranks)
         parameters = loaded.model.named_parameters()
         self.optimizer = PolicyOptimizer(parameters, spec.optimisation, total, is_offloaded=moments)
         decay = spec.optimisation.average_decay

@@ -29,9 +29,8 @@ class LearnerMemory:
 
     def offload(self) -> None:
         """Free the memory; nothing may be asked of the learner until ``reload``. Errors as of ``Offloader``."""
-        for policy in (self._learner.policy, self._learner.reference, *self._learner.teachers):
-            if policy is not None and policy.tower is not None:
-                policy.tower.forget()
+        for tower in self._learner.towers:
+            tower.forget()
         self._offloader.offload(self._tensors())
 
     def reload(self) -> None:

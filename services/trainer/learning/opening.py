@@ -17,13 +17,13 @@ from flotilla.services.trainer.learning.finished import (
 from flotilla.services.trainer.learning.labelled import KtoLearner
 from flotilla.services.trainer.learning.learner import Learner
 from flotilla.services.trainer.learning.profiling import TraceWriter, profiling
+from flotilla.services.trainer.learning.trainable import CRITIC
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, Ranks
 from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.hub import model_directory
 
-CRITIC = "algorithm.value_loss.path"
 LEARNERS: dict[str, type[FinishedLearner]] = {
     "sft": SupervisedLearner,
     "preference": PreferenceLearner,

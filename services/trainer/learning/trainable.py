@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from flotilla.services.trainer.models.critic import Critic
 from flotilla.services.trainer.models.loading import LoadedModel
-from flotilla.services.trainer.models.log_probs import Policy
+from flotilla.services.trainer.models.log_probs import Policy, hidden_states
 from flotilla.services.trainer.models.lora import Adapters
 from flotilla.services.trainer.models.quantised import PackedWeight, packed_layers
 from flotilla.services.trainer.models.routers import RouterLosses
@@ -22,6 +24,7 @@ from flotilla.shared.models.routers import Routing
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
 from flotilla.shared.vision.tower import Tower
 
+CRITIC = "algorithm.value_loss.path"
 Weights = FlatParameters | ShardedParameters
 
 
@@ -31,10 +34,14 @@ def choose_trained(model: nn.Module, spec: ExperimentSpec) -> Adapters | None:
     Raises:
         ModelError: the spec names weights or layers that are not there, or leaves nothing to train.
     """
-    if spec.model.vision_tower == "frozen" and (tower := getattr(model.base_model, "visual", None)) is not None:
-        tower.requires_grad_(False)
     _freeze(model, spec.optimisation.freeze)
     return None if spec.model.lora is None else Adapters(model, spec.model.lora, seed=spec.seed)
+
+
+def freeze_tower(spec: ExperimentSpec, model: nn.Module) -> None:
+    """Freeze what computes images, of a policy or what a critic begins as, where the spec says so."""
+    if spec.model.vision_tower == "frozen" and (tower := getattr(model.base_model, "visual", None)) is not None:
+        tower.requires_grad_(False)
 
 
 def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor | None:
@@ -61,32 +68,57 @@ def tower_of(body: Any, processor: ImageProcessor, ranks: Ranks) -> Tower:
 
 def show_images(
     spec: ExperimentSpec,
-    processor: ImageProcessor,
+    processor: ImageProcessor | None,
     policies: Iterable[Policy],
     teachers: Iterable[tuple[LoadedModel, Policy]],
+    critic: Critic | None,
+    own: LoadedModel | None,
     ranks: Ranks,
-) -> None:
+) -> list[Tower]:
     """Let models take the images of prompts; one that takes none by itself may teach rows without any.
 
     Args:
         spec: the experiment.
-        processor: of the policy.
+        processor: of the policy; None: prompts have no images.
         policies: of its architecture.
         teachers: in the spec's order, each with what it was loaded as.
-        ranks: that divide all of them.
+        critic: of the policy's architecture, too.
+        own: what the critic began as, if that was no copy of the policy.
+        ranks: that divide all of them; the critic has its own.
+
+    Returns:
+        What computes the images, of each model that takes some.
 
     Raises:
-        ModelError: one computes its rows in a way that does not go with images, or a teacher's processor gives an image
-            other tokens.
+        ModelError: one computes its rows in a way that does not go with images, or its processor gives an image other
+            tokens.
     """
+    towers = list[Tower]()
+    if processor is None:
+        return towers
+
+    def tower(body: Any, made: ImageProcessor, sharing: Ranks) -> Tower:
+        towers.append(tower_of(body, made, sharing))
+        return towers[-1]
+
     for each in policies:
-        each.show_images(tower_of(each.base, processor, ranks))
+        each.show_images(tower(each.base, processor, ranks))
     for field, (loaded, teacher) in zip(other_models(spec), teachers, strict=False):
         if loaded.takes_images:
-            own = processor_for(spec, loaded)
-            assert own is not None
-            processor.check_alike(own, field)
-            teacher.show_images(tower_of(teacher.base, own, ranks))
+            teacher.show_images(tower(teacher.base, _alike(spec, processor, field, loaded), ranks))
+    if critic is not None:
+        processor = processor if own is None else _alike(spec, processor, CRITIC, own)
+        shown = tower(critic.body, processor, critic.ranks)
+        critic.show_images(partial(hidden_states, critic.body, split=None, tower=shown))
+    return towers
+
+
+def _alike(spec: ExperimentSpec, processor: ImageProcessor, field: str, loaded: LoadedModel) -> ImageProcessor:
+    """Load the processor of another model than the policy, which must give images the same tokens."""
+    own = processor_for(spec, loaded)
+    assert own is not None
+    processor.check_alike(own, field)
+    return own
 
 
 def prepare_routers(policy: Policy, spec: ExperimentSpec) -> None:

@@ -6,12 +6,13 @@ trainer.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from flotilla.services.trainer.algorithms.aggregation import Denominators
 from flotilla.services.trainer.algorithms.metrics import Metrics
@@ -158,6 +159,16 @@ class Critic:
             dtype = self.ranks.compute_dtype or next(self._body.parameters()).dtype
             self.attends_apart = attends_apart(self._body, self._hidden, policy.device, dtype)
 
+    def show_images(self, compute: Callable[[ModelInput], Tensor]) -> None:
+        """Take images; once weights are sharded.
+
+        Args:
+            compute: the body's last hidden states of rows that have some.
+        """
+        # Only a forward method of the body's own gathers what belongs to none of its layers.
+        self._body.shown_states = compute  # type: ignore[assignment]
+        register_fsdp_forward_method(self._body, "shown_states")
+
     def _hidden(self, inputs: ModelInput) -> Tensor:
         return hidden_states(self._body, inputs, self._split).float()
 
@@ -168,7 +179,10 @@ class Critic:
 
     def values(self, inputs: ModelInput) -> Tensor:
         """Predict the value of the state before each label: [N] float32, with gradient, whitened if the config says."""
-        hidden = hidden_states(self._body, inputs, self._split)
+        if inputs.images is None:
+            hidden = hidden_states(self._body, inputs, self._split)
+        else:
+            hidden = self._body.shown_states(inputs)  # type: ignore[operator]
         chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predictors)
         found: Tensor = self._head(chosen.float()).squeeze(-1)
         return found

@@ -103,19 +103,7 @@ def check_images(
     for is_asked, name, way in (
         (finished, "job.kind sft, preference, kto or reward_model", "train with reinforcement"),
         *_images_at_servers(rollout.engine, asynchrony),
-        *(
-            (
-                size > 1,
-                f"parallelism.{axis} {size}, which divides what computes them",
-                "let ranks alone divide the weights",
-            )
-            for axis, size in (
-                ("tensor_parallel", parallelism.tensor_parallel),
-                ("sequence_parallel", parallelism.sequence_parallel),
-                ("expert_parallel", parallelism.expert_parallel),
-            )
-        ),
-        (algorithm.needs_critic, "a critic (algorithm.advantage.kind gae)", "choose an estimator without one"),
+        *_axes_beside_images(parallelism),
         (
             teacher is not None and bool(teacher.servers),
             "algorithm.distillation.servers, which are sent token ids alone",
@@ -124,6 +112,15 @@ def check_images(
     ):
         if is_asked:
             raise ValueError(f"data.images does not go with {name}: {way}, or leave images out")
+
+
+def _axes_beside_images(parallelism: ParallelismConfig) -> Iterator[tuple[bool, str, str]]:
+    """List what divides the computation of images, as ``_images_at_servers`` does."""
+    for section, divided in (("parallelism", parallelism), ("parallelism.critic", parallelism.critic)):
+        for axis in ("tensor_parallel", "sequence_parallel", "expert_parallel"):
+            size = getattr(divided, axis, 1)
+            what = f"{section}.{axis} {size}, which divides what computes them"
+            yield size > 1, what, "let ranks alone divide the weights"
 
 
 def _images_at_servers(engine: EngineConfig, asynchrony: AsynchronyConfig) -> Iterator[tuple[bool, str, str]]:

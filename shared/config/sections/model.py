@@ -105,8 +105,8 @@ class ModelConfig(Config):
     """What computes norms, gates and rotations in the trainer. liger: Liger's Triton kernels, on a GPU, where that
     package is installed. auto: ours on a CPU, torch's elsewhere."""
     vision_tower: Literal["frozen", "trained"] = "frozen"
-    """Whether what computes images trains with the rest of a vision-language model. A frozen one computes an image once
-    in a run of the trainer."""
+    """Whether what computes images trains with the rest of a vision-language model, and a critic's with the critic. A
+    frozen one computes an image once in a run of the trainer."""
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights; null trains the weights themselves. See docs/lora.md."""
 

@@ -127,6 +127,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     teacher = save_vision_model(tmp_path_factory.mktemp("teacher"), KINDS[1], seed=7, hidden=48)
     taught = {"distillation": {"path": str(teacher), "coefficient": 0.5}}
     found["a teacher"] = Case(folder, groups, {"algorithm": taught})
+    for tower in ("frozen", "trained"):
+        sections = {"model": {"vision_tower": tower}, "algorithm": {"advantage": {"kind": "gae"}}}
+        found[f"a critic, {tower}"] = Case(folder, groups, sections)
     lora = {"lora": {"rank": 4}, "vision_tower": "trained"}
     found["adapters in the tower"] = Case(folder, groups, {"model": lora, "algorithm": kl})
     return found

@@ -51,6 +51,12 @@ def test_episodes_of_several_sequences_go_with_images(episodes: dict[str, Any]) 
     assert a_spec(rollout={"episodes": episodes}).data.images is not None
 
 
+def test_a_critic_goes_with_images() -> None:
+    spec = a_spec(algorithm={"advantage": {"kind": "gae"}}, parallelism={"ranks": 4, "critic": {"replicas": 2}})
+
+    assert spec.algorithm.needs_critic
+
+
 def test_agents_go_with_images() -> None:
     assert a_spec(rollout={"agents": {}}).rollout.agents is not None
 
@@ -99,7 +105,13 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
         ({"parallelism": {"ranks": 2, "tensor_parallel": 2}}, "parallelism.tensor_parallel 2"),
         ({"parallelism": {"ranks": 2, "sequence_parallel": 2}}, "parallelism.sequence_parallel 2"),
         ({"parallelism": {"ranks": 2, "expert_parallel": 2}}, "parallelism.expert_parallel 2"),
-        ({"algorithm": {"advantage": {"kind": "gae"}}}, "a critic"),
+        (
+            {
+                "algorithm": {"advantage": {"kind": "gae"}},
+                "parallelism": {"ranks": 2, "critic": {"tensor_parallel": 2}},
+            },
+            "parallelism.critic.tensor_parallel 2",
+        ),
         ({"images": {"min_pixels": 10, "max_pixels": 5}}, "min_pixels 10 is above"),
         ({"data": {"input_template": "Q: {}"}}, "images have no place"),
     ],

@@ -98,7 +98,7 @@ $(TASKSETS_STAMP):
 	@$(PYTHON) -m venv $(TASKSETS) && $(TASKSETS)/bin/pip install -q "verifiers==0.4.0"
 	@touch $(TASKSETS_STAMP)
 
-test-environments: install $(NEMO_GYM_STAMP) $(TASKSETS_STAMP) ## Harbor tasks and the real NeMo Gym 0.4, learned by whole fleets, and episodes of the real verifiers 0.4
+test-environments: install $(NEMO_GYM_STAMP) $(TASKSETS_STAMP) ## Harbor tasks, the real NeMo Gym 0.4 and the real verifiers 0.4: episodes, and whole fleets that learn
 	@FLOTILLA_NEMO_GYM_PYTHON=$(CURDIR)/$(NEMO_GYM)/bin/python FLOTILLA_TASKSETS_PYTHON=$(CURDIR)/$(TASKSETS)/bin/python \
 		$(BIN)/python -m pytest -q --durations=10 tests/integration/gateway/test_harbor.py tests/integration/gateway/test_nemo_gym.py \
 		tests/integration/gateway/test_tasksets.py tests/e2e/test_environments.py

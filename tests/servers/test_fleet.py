@@ -20,10 +20,14 @@ from flotilla.services.rollout.engines.servers import leftovers
 from flotilla.services.rollout.engines.servers.model import PREFIX
 from flotilla.services.rollout.engines.sglang import engine as sglang
 from flotilla.services.rollout.engines.vllm import engine as vllm
-from tests.contract.engine.conftest import python_of
+from tests.contract.engine.conftest import python_of, python_with_torchvision
+from tests.e2e.records import metrics_of
+from tests.e2e.test_images import a_spec as pictures_spec
+from tests.e2e.test_images import check_seen
 from tests.e2e.test_run import Run
 from tests.fleet import ROOT, until
 from tests.servers.recording import files_asked_for
+from tests.vision_models import COLOURS
 
 pytestmark = pytest.mark.timeout(1700)
 
@@ -108,7 +112,8 @@ def shared_memory_of(server: int) -> list[Path]:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((run.runs / "arithmetic" / "summary.json").read_text())
+    [path] = run.runs.glob("*/summary.json")
+    summary: dict[str, Any] = json.loads(path.read_text())
     return summary
 
 
@@ -229,6 +234,37 @@ def test_it_learns_on_weights_swapped_in_place_though_a_rollout_is_killed_and_le
         end(run)
 
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.05
+
+
+SEEING_GRADER = f"""
+def score(sample):
+    named = [word for word in sample.response.split() if word in {list(COLOURS)}]
+    return float(named[:1] == [sample.label])
+"""
+"""Whether the first colour that an answer names is the picture's."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns_what_pictures_tell_though_answers_are_interrupted(tmp_path: Path, kind: str) -> None:
+    python_with_torchvision(kind)
+    # The narrowest heads and the smallest patches that both kinds have.
+    spec = pictures_spec(tmp_path, hidden=128, patch=14)
+    (tmp_path / "see.py").write_text(SEEING_GRADER)
+    spec["reward"]["components"] = [{"kind": "custom", "path": f"{tmp_path / 'see.py'}:score"}]
+    spec["rollout"] |= {"group_size": 8, "sampling": {"max_new_tokens": 16, "ignore_eos": True}}
+    spec["rollout"]["engine"] = {"kind": kind, "slots": 64, "context_tokens": 128}
+    spec["optimisation"]["steps"] = 20
+    spec["evaluation"]["every_versions"] = None
+    run = Run(spec, tmp_path, tmp_path / "runs")
+    try:
+        finish(run)
+    finally:
+        end(run)
+
+    summary = check_seen(run, spec)
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2, json.dumps(summary)
+    metrics = metrics_of(run.runs / spec["name"])
+    assert max(metrics["fully_async/partial/total_partial_num"].values()) > 0, "no answer was interrupted"
 
 
 @pytest.mark.vllm

@@ -437,10 +437,13 @@ def order_of(
     member, source = epoch.by_id.get(service_id), negotiation.relays.sources.get(service_id)
     if member is None or (member.is_relayed_to and source is None):
         return None
-    names = () if source is None else dict.fromkeys([source, epoch.sender])
+    names: Collection[str] = ()
+    if source is not None and address_of(epoch.sender) is not None:
+        # The last one is shown what only the sender may see.
+        names = dict.fromkeys([source, epoch.sender])
     addresses = [address for name in names if (address := address_of(name)) is not None]
     passing_on = None if source is None else epoch.by_id.get(source)
-    memory = None if passing_on is None or len(addresses) < len(names) else passing_on.shared_memory
+    memory = None if passing_on is None or not addresses or len(addresses) < len(names) else passing_on.shared_memory
     return PublicationOrder(
         version=negotiation.version,
         epoch=negotiation.epoch.number,

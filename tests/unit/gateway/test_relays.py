@@ -118,6 +118,15 @@ def test_a_source_that_dies_leaves_its_receivers_with_the_sender_and_is_no_sourc
     assert (state.phase, state.received) == (Phase.COMMITTED, {"b", *names("r", 9)})
 
 
+def test_no_member_is_taken_for_a_sender_that_is_gone() -> None:
+    """Whoever fetches shows the last address the token that is for the trainer."""
+    state = after(announced(["a"], ["r"]), received("a"))
+
+    order = order_of("r", state, 10.0, lambda each: None if each == "trainer" else f"http://{each}")
+
+    assert order is not None and (order.sources, order.may_map) == ((), False)
+
+
 def test_a_member_that_dies_before_the_group_has_the_image_has_it_formed_again() -> None:
     state = after(announced(["a", "b", "c"], ["r", "s", "t"]), received("a"))
     assert sources_of(state, "r") == ("a", "trainer")

@@ -67,7 +67,7 @@ page: install ## build the gateway's page from page/src into the package; needs 
 PYTEST := $(BIN)/python -m pytest -q -n 5 --dist loadfile --retry-failed-alone --durations=15
 
 # LONG_SLOT=commit adds one of five slots of the rotating long tests, chosen by the commit's number; LONG_SLOT=N that one.
-test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a quarter of the rotating long tests
+test: install ## the whole test suite (about 15 minutes on two cores); CI adds LONG_SLOT=commit, a fifth of the rotating long tests
 	@$(PYTEST) $(if $(LONG_SLOT),-m "not sglang and not vllm and not slurm and not netns and not tinker" --long-slot $(LONG_SLOT),-m "not long and not sglang and not vllm and not slurm and not netns and not tinker")
 
 # Engines bring packages of their own versions: they never meet ours. What is pinned is in flotilla/pinned_engines.py.

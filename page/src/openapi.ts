@@ -1201,6 +1201,12 @@ export interface components {
          */
         ObservedState: {
             /**
+             * Number
+             * @description Grows with each instant: two calls may overtake each other on their way. 0 where an earlier release says it.
+             * @default 0
+             */
+            number: number;
+            /**
              * Acknowledged
              * @description Tag of the last desired state that it took in.
              */

@@ -89,7 +89,8 @@ def test_videos_are_refused_by_the_name_of_their_files() -> None:
     assert not found.may_run() and any("videos" in each for each in found.report.problems)
 
 
-def test_what_does_not_go_with_images_is_said() -> None:
+def test_a_critic_sees_images_too() -> None:
     found = imported(**GPUS, **{"algorithm.adv_estimator": "gae"})
 
-    assert not found.may_run() and any("data.images does not go with" in each for each in found.report.problems)
+    assert found.spec is not None and found.may_run(), found.report.render()
+    assert found.spec.algorithm.needs_critic

@@ -28,7 +28,6 @@ from tests.contract.engine.conftest import (
     needs,
     until_in_flight,
     until_running,
-    until_sampling,
 )
 from tests.contract.engine.requests import a_request
 
@@ -172,9 +171,8 @@ async def test_drain_finishes_what_runs_and_holds_back_what_waits(engine: Engine
 @pytest.mark.parametrize("mode", list(OnWeightUpdate))
 async def test_who_holds_the_weights_finishes_under_them(engine: Engine, image: Path, mode: OnWeightUpdate) -> None:
     held = a_request(seeds=range(SLOTS + 3), max_new_tokens=LONG // 4, holds_weights=True)
-    holding = asyncio.create_task(engine.generate(held))
     # Some of it: on a busy machine the first samples of a server end before the last ones have reached it.
-    await until_sampling(engine)
+    holding = await begin_running(engine, held)
     update = asyncio.create_task(engine.load_weights(image, 4, mode))
     await asyncio.sleep(0.01)
     next_holder = asyncio.create_task(engine.generate(a_request(max_new_tokens=3, holds_weights=True)))

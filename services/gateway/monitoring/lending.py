@@ -88,7 +88,9 @@ def _while_kept(steps: Sequence[LentStep], before: Verdict, config: LendingConfi
     if share < config.when_waiting:
         why = f"the trainer waits {share:.0%} of its time, less than the {config.when_waiting:.0%} of when_waiting"
         return replace(kept, reason=why)
-    if waited <= before.back_seconds:
+    # It may have taken long once, beside other work: after each further rest half as much is believed.
+    believed = before.back_seconds / 2 ** (max(1, len(steps) // (REST * config.over_steps)) - 1)
+    if waited <= believed:
         why = f"a step waits {waited:.2f} s, and to get the devices back took {before.back_seconds:.2f} s"
         return replace(kept, reason=why)
     why = f"the trainer waited {share:.0%} of its time, {waited:.2f} s in each step"

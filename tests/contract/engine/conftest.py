@@ -173,7 +173,6 @@ async def until_in_flight(engine: Engine) -> None:
     await _until(engine, lambda load: load.running + load.waiting > 0)
 
 
-
 async def _until(engine: Engine, is_so: Callable[[EngineLoad], bool]) -> None:
     load = await engine.load()
     try:

@@ -104,7 +104,10 @@ class Lent:
     async def until_lent(self) -> None:
         """Wait until the lent rollout samples on the trainer's devices, in a shift that has begun since."""
         answered = self.lent[-1].answered
-        await until(lambda: self.lent[-1].answered > answered and self.lent[-1].may_compute)
+        try:
+            await until(lambda: self.lent[-1].answered > answered and self.lent[-1].may_compute)
+        except TimeoutError:
+            pytest.fail(f"nothing is lent: {await self.told()}")
 
     async def is_exact_after(self, num_steps: int) -> None:
         """Check the ledger now, and again some steps later."""

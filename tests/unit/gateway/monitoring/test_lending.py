@@ -45,6 +45,15 @@ def test_one_that_waits_little_or_for_less_than_lending_takes_keeps_them(
     assert words in found.reason
 
 
+def test_devices_that_came_back_late_once_are_lent_again_after_some_rests() -> None:
+    before, rest = Verdict(back_seconds=7.5, is_resting=True), REST * CONFIG.over_steps
+
+    assert not after(*[WAITING] * (rest - 1), before=before).lends
+    assert not after(*[WAITING] * rest, before=before).lends
+    assert not after(*[WAITING] * (3 * rest - 1), before=before).lends, "a step waits 2 s, and 3.75 s are believed"
+    assert after(*[WAITING] * (3 * rest), before=before).lends
+
+
 def test_lending_that_makes_steps_shorter_goes_on() -> None:
     found = after(HELPED, HELPED, HELPED, before=LENDING)
 

@@ -204,7 +204,6 @@ class Progress:
 
     async def read_evaluations(self, client: AsyncClient) -> None:
         """Read the events of evaluations that have ended since: all their series, and answers."""
-        num_evaluated = len(self.held_out.points)
         while self.has_unread_evaluation:
             page = await client.log_page(self.view.id, types=[EVALUATED], after=self._last_event)
             for event in page.items:
@@ -212,7 +211,8 @@ class Progress:
                 for name, value in event.data["metrics"].items():
                     self.series.setdefault(name, Points()).put(event.data["step"], event.data["version"], value)
             if len(page.items) < PAGE:
-                self._num_evaluated = num_evaluated
+                # Of one that ended meanwhile the event, too, has brought its point.
+                self._num_evaluated = len(self.held_out.points)
 
     def _add(self, point: MetricPoint) -> None:
         # A replayed step replaces what the crashed trainer had said of it.

@@ -1,5 +1,6 @@
 """What the log tells of evaluations to who follows a run: their series, and a right and a wrong answer."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -93,6 +94,17 @@ async def test_an_evaluation_that_could_not_be_read_is_read_the_next_time() -> N
         await progress.read_evaluations(client)
 
     assert progress.answers == [RIGHT]
+
+
+async def test_an_evaluation_that_ends_meanwhile_is_read_with_the_one_before() -> None:
+    gateway, progress = Gateway([RIGHT]), Progress(a_view(), FOLLOWED)
+    async with client_of(gateway) as client:
+        await progress.refresh(client)
+        gateway.answers.append([WRONG])
+        async with asyncio.timeout(5):
+            await progress.read_evaluations(client)
+
+    assert not progress.has_unread_evaluation and progress.answers == [WRONG]
 
 
 def test_answers_are_told_by_their_rewards() -> None:

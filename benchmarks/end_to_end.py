@@ -1,7 +1,7 @@
 """The whole fleet against TRL's ``GRPOTrainer``, on all cores of one machine: same checkpoint, data, batch and reward.
 
 TRL is in an environment of its own, whose interpreter ``FLOTILLA_TRL_PYTHON`` names (``pip install trl``); without it
-only our figures are there. Three parts:
+only our figures are there. Four parts:
 
 - *equal_work*: seconds per step of the hard arithmetic preset (16 groups of 8), no filter, no evaluation: as many
   samples and optimiser updates per step. ``on_policy``: generation and training take turns on both sides. ``behind``:
@@ -11,13 +11,16 @@ only our figures are there. Three parts:
   kept every second step on both sides, and judged afterwards by one and the same code. At least 3x is wanted.
 - *real_size*: seconds per step of a Qwen3 of 36 million parameters with random weights, 32 samples of 64 tokens, and
   default settings. The reward is a checksum of the answer, since none would ever be right. At least 1.6x is wanted.
+- *large*: the same with the shape of Qwen3-0.6B, 16 samples of 32 tokens: ``lora``, adapters of rank 16 on all linear
+  layers (TRL's by ``peft``), and ``full``, all weights. At least 2x is wanted. Takes half an hour and 20 GB of memory,
+  so it is run only where it is named.
 
 Neither side's start counts: ours is counted from when the experiment runs, TRL's from when its training begins, and
 steps from when the first ones are over. The sides take turns, seed by seed, and so does who is first. Figures are
 medians over seeds. TRL computes in float32, without recomputing activations, a step's samples in one pass, on all
 cores.
 
-``python -m benchmarks.end_to_end [--part equal_work accuracy real_size] [--seeds 0 1 2] [--json FILE]``
+``python -m benchmarks.end_to_end [--part equal_work accuracy real_size large] [--seeds 0 1 2] [--json FILE]``
 """
 
 import argparse
@@ -30,7 +33,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ from flotilla.shared.errors import FlotillaError
 from tests.fleet import ROOT
 
 PRESET = ROOT / "examples" / "arithmetic" / "hard.yaml"
-WANTED = {"equal_work": 3.5, "accuracy": 3.0, "real_size": 1.6}
+WANTED = {"equal_work": 3.5, "accuracy": 3.0, "real_size": 1.6, "large": 2.0}
 ACCURACY = 0.8
 KEEP_EVERY = 2
 SYNCHRONOUS = ["asynchrony.staleness_threshold=0", "asynchrony.on_weight_update=drain"]
@@ -63,21 +66,45 @@ class Size:
     Attributes:
         steps, warmup: of equal_work; the first ones and the last are not counted.
         learning_steps: of accuracy.
-        real_steps, real_warmup: of real_size.
-        model: of real_size, by its name in ``benchmarks.trainer``.
+        real, large: models with random weights.
         held_out: problems that accuracy is measured on.
     """
 
     steps: int = 41
     warmup: int = 8
     learning_steps: int = 70
-    real_steps: int = 8
-    real_warmup: int = 2
-    model: str = "36M"
+    real: "RandomModel" = field(default_factory=lambda: RandomModel("36M", steps=8, warmup=2))
+    large: "RandomModel" = field(default_factory=lambda: RandomModel("0.6B", steps=5, warmup=2, groups=2, tokens=32))
     held_out: int = 512
 
 
-QUICK = Size(steps=5, warmup=1, learning_steps=4, real_steps=4, real_warmup=1, model="tiny", held_out=64)
+@dataclass(frozen=True)
+class RandomModel:
+    """A model of a given shape, and what is run with it.
+
+    Attributes:
+        shape: its name in ``benchmarks.models``.
+        steps, warmup: the first ones and the last are not counted.
+        groups: of 8 samples each, in a step.
+        tokens: of each sample.
+    """
+
+    shape: str
+    steps: int
+    warmup: int
+    groups: int = 4
+    tokens: int = 64
+
+
+QUICK = Size(
+    steps=5,
+    warmup=1,
+    learning_steps=4,
+    real=RandomModel("tiny", steps=4, warmup=1),
+    large=RandomModel("tiny", steps=4, warmup=1, groups=2, tokens=32),
+    held_out=64,
+)
+LORA_RANK = 16
 
 
 @dataclass(frozen=True)
@@ -120,6 +147,7 @@ class Trial:
             "steps_per_generation": self.steps_per_generation,
             "threads": len(os.sched_getaffinity(0)),
             "keep_every": keep_every,
+            "lora": None if spec.model.lora is None else {"rank": spec.model.lora.rank, "alpha": spec.model.lora.alpha},
         }
 
 
@@ -130,24 +158,24 @@ def hard(seed: int, *overrides: str) -> Trial:
     return Trial(launch.spec, Path(str(launch.spec.data.path)), "numeric")
 
 
-def of_real_size(seed: int, directory: Path, size: Size) -> Trial:
+def with_random_weights(seed: int, directory: Path, model: RandomModel, lora_rank: int | None = None) -> Trial:
     """Write a model with random weights, and an experiment on it that sets nothing that it need not."""
     settings = settings_of("standard", 0)
     problems = training_set(ROWS, settings.problems, random.Random(seed))
     texts = [problem.prompt + worked_solution(problem) for problem in problems]
     tokenizer = build_tokenizer(texts, settings.model.vocab_size)
-    model = write_model(directory / "model", size.model)
-    tokenizer.save_pretrained(model)
+    written = write_model(directory / "model", model.shape)
+    tokenizer.save_pretrained(written)
     rows = directory / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": p.prompt, "answer": str(p.answer)}) + "\n" for p in problems))
     spec = {
-        "name": "real-size",
+        "name": "random-weights",
         "seed": seed,
-        "model": {"path": str(model)},
+        "model": {"path": str(written), "lora": None if lora_rank is None else {"rank": lora_rank}},
         "data": {"path": str(rows), "label_column": "answer"},
-        "rollout": {"group_size": 8, "sampling": {"max_new_tokens": 64}},
+        "rollout": {"group_size": 8, "sampling": {"max_new_tokens": model.tokens}},
         "reward": {"components": [{"kind": "custom", "path": f"{plain_rewards.__file__}:score"}]},
-        "optimisation": {"steps": size.real_steps, "groups_per_mini_batch": 4, "learning_rate": 1e-5},
+        "optimisation": {"steps": model.steps, "groups_per_mini_batch": model.groups, "learning_rate": 1e-5},
     }
     return Trial(validate_spec(spec), rows, "checksum")
 
@@ -206,9 +234,19 @@ def equal_work(seed: int, number: int, directory: Path, size: Size) -> Iterator[
 def real_size(seed: int, number: int, directory: Path, size: Size) -> Iterator[dict[str, Any]]:
     """Compare steps of a model of real size."""
     directory.mkdir(parents=True)
-    trial = of_real_size(seed, directory, size)
+    trial = with_random_weights(seed, directory, size.real)
     runs = both(trial, f"real_size seed {seed}", directory / "runs", trl_first=bool(number % 2))
-    yield per_step("real_size", "default", seed, runs, size.real_warmup)
+    yield per_step("real_size", "default", seed, runs, size.real.warmup)
+
+
+def large(seed: int, number: int, directory: Path, size: Size) -> Iterator[dict[str, Any]]:
+    """Compare steps of adapters, and of all weights, of a large model."""
+    for mode, rank in (("lora", LORA_RANK), ("full", None)):
+        folder = directory / mode
+        folder.mkdir(parents=True)
+        trial = with_random_weights(seed, folder, size.large, rank)
+        runs = both(trial, f"large {mode} seed {seed}", folder / "runs", trl_first=bool(number % 2))
+        yield per_step("large", mode, seed, runs, size.large.warmup)
 
 
 def accuracy(seed: int, number: int, directory: Path, size: Size) -> Iterator[dict[str, Any]]:
@@ -233,7 +271,8 @@ def seconds_to(run: Run | None, curve: Mapping[int, float]) -> float | None:
 
 
 Part = Callable[[int, int, Path, Size], Iterator[dict[str, Any]]]
-PARTS: dict[str, Part] = {"equal_work": equal_work, "accuracy": accuracy, "real_size": real_size}
+PARTS: dict[str, Part] = {"equal_work": equal_work, "accuracy": accuracy, "real_size": real_size, "large": large}
+USUAL = [part for part in PARTS if part != "large"]
 
 
 def lines_of(found: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -254,7 +293,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Run the parts, seed by seed, and print."""
     size: Size = QUICK if arguments.quick else Size()
     if arguments.steps is not None:
-        size = replace(size, steps=arguments.steps, learning_steps=arguments.steps, real_steps=arguments.steps)
+        models = {name: replace(getattr(size, name), steps=arguments.steps) for name in ("real", "large")}
+        size = replace(size, steps=arguments.steps, learning_steps=arguments.steps, **models)
     found = []
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as directory:
         for number, seed in enumerate(arguments.seeds):
@@ -275,9 +315,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=USUAL)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="of each run (41, 70 and 8 by part)")
+    parser.add_argument("--steps", type=int, help="of each run (41, 70, 8 and 5 by part)")
     parser.add_argument("--quick", action="store_true", help="a few steps of each: shows that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()

@@ -71,6 +71,15 @@ def config_of(given: dict[str, Any]) -> GRPOConfig:
     )
 
 
+def adapters_of(lora: dict[str, Any] | None) -> Any:
+    """Make the settings of adapters on all linear layers; None where all weights are trained."""
+    if lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=lora["rank"], lora_alpha=lora["alpha"], target_modules="all-linear", lora_dropout=0.0)
+
+
 def main() -> None:
     """Train."""
     given = json.loads(Path(sys.argv[1]).read_text())
@@ -92,6 +101,7 @@ def main() -> None:
         train_dataset=rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
         processing_class=AutoTokenizer.from_pretrained(given["model"]),
         callbacks=[told],
+        peft_config=adapters_of(given["lora"]),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

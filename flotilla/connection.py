@@ -68,7 +68,7 @@ class FleetInfo:
 
 
 def _of_earlier_run(data: Path) -> str:
-    """Say how to reach the newest run of ``flotilla run``, whose fleet ended with it."""
+    """Return how to reach the newest run of ``flotilla run``, whose fleet ended with it."""
     if str(data) != DEFAULT_DATA or not (runs := sorted(RUNS.glob("*/fleet"), key=lambda path: path.stat().st_mtime)):
         return ""
     return f"; the experiments of {runs[-1].parent} are in `{typed('up', runs[-1])}`"

@@ -42,7 +42,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was examined.
 
     Attributes:
         check: its name.

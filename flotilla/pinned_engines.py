@@ -110,7 +110,7 @@ async def install_engine(engine: PinnedEngine, path: Path, device: str, run: Run
 
 
 def _is_there(engine: PinnedEngine, path: Path, device: str) -> bool:
-    """Tell whether an environment has the engine already; makes the folder that it comes into."""
+    """Return whether an environment has the engine already; makes the folder that it comes into."""
     if path.exists():
         found = installed_version(path, engine.distributions[device])
         if found == engine.version:

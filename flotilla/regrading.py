@@ -1,7 +1,7 @@
 """A run's recorded samples under another grader: which rewards, filters and advantages would be others.
 
 Files of samples are graded one after the other, so memory holds one step. What a file came to is appended to JSON lines
-with a last line that names the file: a run that was interrupted goes on with the next file.
+with a last line that names the file: a run that was interrupted continues with the next file.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def why_no_advantages(self) -> str | None:
-        """Say why no advantage is computed; None where they are."""
+        """Return why no advantage is computed; None where they are."""
         return why_not_computed(self.spec)
 
 

@@ -76,7 +76,7 @@ class Sizing:
         return [*found, *batch_lines(self.spec)]
 
     def refusal(self, available: int) -> str | None:
-        """Say why it cannot fit, with the arithmetic, and keys that would help; None where it may."""
+        """Return why it cannot fit, with the arithmetic, and keys that would help; None where it may."""
         return None if self.is_open else refusal(self.processes, available, "this machine")
 
     def check(self, available: int) -> None:

@@ -22,7 +22,7 @@ from flotilla.shared.schemas.task import Message, Task
 from flotilla.trial_grades import try_graders
 
 NUM_ROWS = 200
-"""Of each set of rows, in which one for an environment is looked for."""
+"""Of each set of rows, in which one for an environment is searched for."""
 ACTION = "This is a made-up action."
 SHOWN_CHARACTERS = 60
 

@@ -105,7 +105,7 @@ class PromptTooLong(InvalidRequest):
 
 
 class CannotBeShown(InvalidRequest):
-    """An engine's server cannot be shown the sequence that a turn goes on with."""
+    """An engine's server cannot be shown the sequence that a turn continues with."""
 
     code, title = "cannot_be_shown", "The sequence cannot be shown to the engine"
 

@@ -126,7 +126,7 @@ class Box:
 
 
 def why_not() -> str | None:
-    """Tell why there are no boxes on this machine; None if there are."""
+    """Return why there are no boxes on this machine; None if there are."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return "bwrap is not installed (apt install bubblewrap)"

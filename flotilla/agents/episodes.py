@@ -59,7 +59,7 @@ Play = Callable[[Episode], Awaitable[Verdict]]
 """Plays one episode.
 
 Raises:
-    EpisodeLost: it cannot go on.
+    EpisodeLost: it cannot continue.
 """
 
 

@@ -50,7 +50,7 @@ class Harness:
         command: of a shell, run where the task works.
         seconds: time of tasks that set none.
         readable: paths of this machine, beside ``/usr``, that it needs.
-        keep: folder in which boxes are left to be looked at; None: nowhere.
+        keep: folder in which boxes are left to be examined; None: nowhere.
         is_closed: whether it has no network but for the policy, whatever tasks say.
         folder: in which boxes are that are not kept; None: that of temporary files.
     """

@@ -28,7 +28,7 @@ from flotilla.shared.schemas.wire import TolerantWire
 ROW = "nemo_gym"
 """Column of the rows that has the line of NeMo Gym's data, as JSON: a server reads any of its fields."""
 MOST_BYTES = 64 << 20
-"""Of an answer of a server that is looked for in networks: it repeats all that was said."""
+"""Of an answer of a server that is searched for in networks: it repeats all that was said."""
 PARTS = ("input_text", "output_text", "text")
 LATER = frozenset({408, 425, 429})
 """Statuses that say nothing of the row."""

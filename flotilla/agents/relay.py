@@ -60,7 +60,7 @@ while True:
 
 
 def url_inside(url: str) -> str:
-    """Say what an address outside is called inside."""
+    """Return what an address outside is called inside."""
     return f"http://127.0.0.1:{PORT}{urlsplit(url).path}"
 
 

@@ -27,7 +27,7 @@ KEY = "FLOTILLA_EPISODE_API_KEY_"
 
 
 def has_tasksets() -> bool:
-    """Tell whether the verifiers that is installed has tasksets, and the environments before them no longer."""
+    """Return whether the verifiers that is installed has tasksets, and the environments before them no longer."""
     if importlib.util.find_spec("verifiers") is None:
         return False
     import verifiers
@@ -142,7 +142,7 @@ async def serving(environment: Any) -> AsyncIterator[TasksetAgent]:
 
 
 def _connections(config: Any) -> httpx.AsyncClient:
-    """Make a relay's client as the package does, but for authorities: it would read them anew for every episode."""
+    """Make a relay's client as the package does, but for authorities: it would read them again for every episode."""
     from verifiers.v1.clients.base import DEFAULT_LIMITS
 
     timeout = httpx.Timeout(**config.timeout.model_dump())

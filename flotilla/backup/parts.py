@@ -43,7 +43,7 @@ class Parts:
 
 
 def losses_of(parts: Parts) -> list[str]:
-    """Say what would be lost, by the rule of ``shared/checkpoints/lineage.py``; empty: nothing."""
+    """Return what would be lost, by the rule of ``shared/checkpoints/lineage.py``; empty: nothing."""
     if not parts.is_started:
         return []
     plane = parts.plane
@@ -174,7 +174,7 @@ def read_about(folder: Path) -> About:
 
 
 def lines_of(folder: Path) -> list[str]:
-    """Say what a backup holds of each experiment, and what would be lost."""
+    """Return what a backup holds of each experiment, and what would be lost."""
     lines = []
     for each in experiments_of(folder / DATABASE):
         checkpoints = complete(folder / EXPERIMENTS / each.id / CHECKPOINTS)
@@ -188,7 +188,7 @@ def lines_of(folder: Path) -> list[str]:
 
 
 def rights_of(folder: Path) -> list[str]:
-    """Say what a backup has that lets somebody do something: it is restored only for who trusts the backup.
+    """Return what a backup has that lets somebody do something: it is restored only for who trusts the backup.
 
     Raises:
         InvalidRequest: it is damaged.

@@ -110,7 +110,7 @@ def _last_value(points: Sequence[Point], at_most: int | None) -> float | None:
 
 
 def remarks(run: Progress, *, at_most: int | None) -> list[str]:
-    """Say what a reader must know of an experiment's values.
+    """Return what a reader must know of an experiment's values.
 
     Args:
         run: the experiment.

@@ -1,4 +1,4 @@
-"""How a run goes on: what may differ in its spec, what its state needs, and the command that does it again."""
+"""How a run continues: what may differ in its spec, what its state needs, and the command that does it again."""
 
 import argparse
 import asyncio
@@ -35,7 +35,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def continue_command(arguments: argparse.Namespace, *, name: str, default_name: str) -> str:
-    """Write the command that goes on with a run.
+    """Write the command that continues with a run.
 
     Args:
         arguments: of the run.
@@ -79,7 +79,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec, changes: Sequence[LiveChange] = ()) -> list[str]:
-    """Refuse to go on under another spec, but for what an experiment may change.
+    """Refuse to continue under another spec, but for what an experiment may change.
 
     Args:
         recorded: as it is now.
@@ -129,7 +129,7 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec, changes: Sequen
 async def go_on(
     client: AsyncClient, experiment_id: str | None, wanted: ExperimentSpec, say: Callable[[str], None]
 ) -> ExperimentView | None:
-    """Let the experiment of a run go on, in whatever state it is; None if it was never created.
+    """Let the experiment of a run continue, in whatever state it is; None if it was never created.
 
     Args:
         experiment_id: as the run recorded it; None: the oldest of its fleet.

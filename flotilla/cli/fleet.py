@@ -109,7 +109,7 @@ def service_environment(gateway_url: str, token: str, redis_url: str, data: Path
         "FLOTILLA_PORT": "0",
         "FLOTILLA_PARENT_PID": str(os.getpid()),
         "FLOTILLA_LEASE_SECONDS": os.environ.get("FLOTILLA_LEASE_SECONDS", LEASE_SECONDS),
-        # A fleet ends at once: what its rollouts have in hand is handed over, and waits in the data directory.
+        # A fleet ends at once: the work its rollouts have in progress is handed over, and waits in the data directory.
         "FLOTILLA_NOTICE_SECONDS": os.environ.get("FLOTILLA_NOTICE_SECONDS", "0"),
         # Contending thread pools on few cores are several times slower than one passive thread each.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -44,12 +44,12 @@ def has_ended(view: ExperimentView) -> bool:
 
 
 def is_paused(view: ExperimentView) -> bool:
-    """Whether it goes on only if somebody resumes it."""
+    """Whether it continues only if somebody resumes it."""
     return view.state is ExperimentState.PAUSED
 
 
 def paused_line(view: ExperimentView) -> str:
-    """Say who ends a pause."""
+    """Return who ends a pause."""
     return (
         f"paused     {view.name}: `flotilla resume {view.id}` lets it go on, `flotilla stop {view.id}` ends it; this "
         "command waits for that"

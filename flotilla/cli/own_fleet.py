@@ -31,7 +31,7 @@ SETTLE_SECONDS = 10.0
 
 @contextlib.asynccontextmanager
 async def beside(work: Coroutine[None, None, None]) -> AsyncGenerator[None, None]:
-    """Do ``work`` while the body goes on, and leave when both are done.
+    """Do ``work`` while the body continues, and leave when both are done.
 
     The first failure of either cancels the other, which is waited for, and is what is raised. Cancelling ends both.
     """
@@ -44,7 +44,7 @@ async def beside(work: Coroutine[None, None, None]) -> AsyncGenerator[None, None
 
 
 async def fleet_options(arguments: argparse.Namespace, launch: LaunchFile, directory: RunDirectory) -> FleetOptions:
-    """Say which fleet an experiment needs, where the command does not.
+    """Return which fleet an experiment needs, where the command does not.
 
     Raises:
         InvalidSpec: it needs more devices than the machine has.

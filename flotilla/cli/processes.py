@@ -60,7 +60,7 @@ class ProcessSpec:
         command: program and arguments.
         environment: the whole environment.
         is_restarted: start it again when it dies, but not when it exits by itself with a refusal (code 2).
-        is_optional: the fleet goes on without it when it was given up.
+        is_optional: the fleet continues without it when it was given up.
         may_leave: when it exits in order (code 0), it was asked to leave: it is not started again, and not missed.
     """
 

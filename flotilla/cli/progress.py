@@ -141,7 +141,7 @@ class Progress:
 
     @property
     def waits_for(self) -> str:
-        """Say why no step is made yet; empty once there is one, where a problem says it, or where nothing is known."""
+        """Return why no step is made yet; empty once there is one, where a problem names it, or where it is unknown."""
         view = self.view
         if view.step > 0 or view.problem is not None:
             return ""

@@ -159,7 +159,7 @@ def _rollouts(source: StoredExperiments, experiment: ExperimentView, spec: Exper
 
 
 def _filtered_share(ledger: Ledger | None, groups: Sequence[RecordedGroup]) -> float:
-    """Say which share of the graded groups was filtered: of the ledger, or of the samples of a run that goes on."""
+    """Return the share of graded groups that were filtered, from the ledger or the samples of a running experiment."""
     if ledger is not None:
         filtered, trained = sum(ledger.filtered.values()), ledger.trained + ledger.planned
     else:

@@ -201,7 +201,7 @@ class LocalRedis:
             self._port = 0
             listening = f'port 0\nunixsocket "{self._socket}"\nunixsocketperm 700'
         else:
-            # Who was told of its port goes on asking there when it was started again.
+            # Who was told of its port keeps asking there when it was started again.
             self._port = self._port or lasting_port("127.0.0.1")
             listening = f"port {self._port}\nbind 127.0.0.1"
         _write_private(

@@ -1,7 +1,7 @@
 """``runs/<name>``: what ``flotilla run`` keeps of one run, and to whom it belongs.
 
 A directory belongs to one process at a time, which holds its lock. One that holds a run already is never taken for
-another without a word: who runs says whether to go on with it, or to move it aside.
+another without a word: who runs says whether to continue with it, or to move it aside.
 """
 
 import fcntl
@@ -71,7 +71,7 @@ class RunDirectory:
         raise Conflict(f"every directory from {self._root / self._name} to -999 is in use")
 
     def reopen(self) -> Path:
-        """Take the directory to go on with the run that it holds.
+        """Take the directory to continue with the run that it holds.
 
         Raises:
             NotFound: there is no such directory.

@@ -236,7 +236,7 @@ class StoredExperiments:
         ]
 
     async def check_copy(self, experiment: ExperimentView, step: int) -> UploadCheck:
-        """Raise ``Unavailable``: the store of the copies is looked at by a gateway."""
+        """Raise ``Unavailable``: the store of the copies is examined by a gateway."""
         raise Unavailable(f"no fleet runs with the data directory {self.data}: only its gateway looks there now")
 
     async def samples(

@@ -121,15 +121,15 @@ class AsyncClient(FleetCalls):
         return await self._act(experiment, "start")
 
     async def pause(self, experiment: Reference) -> Experiment:
-        """Issue no more tasks; services finish what they have in hand."""
+        """Issue no more tasks; services finish the work they have in progress."""
         return await self._act(experiment, "pause")
 
     async def resume(self, experiment: Reference) -> Experiment:
-        """Go on after a pause, or from the newest checkpoint after a stop or a failure."""
+        """Continue after a pause, or from the newest checkpoint after a stop or a failure."""
         return await self._act(experiment, "resume")
 
     async def extend(self, experiment: Reference, steps: int) -> Experiment:
-        """Raise its ``optimisation.steps``; one that has ended goes on."""
+        """Raise its ``optimisation.steps``; one that has ended continues."""
         return await self._act(experiment, "extend", {"steps": steps})
 
     async def fork(self, experiment: Reference, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
@@ -274,7 +274,7 @@ class AsyncClient(FleetCalls):
         """Give the directory of a checkpoint's model, which ``from_pretrained`` loads.
 
         On the trainer's machine that is where it is, and nothing is copied. Elsewhere its files are downloaded through
-        the gateway; a download that broke off goes on, and what came is checked by its checksums.
+        the gateway; a download that broke off continues, and what came is checked by its checksums.
 
         Args:
             directory: where to put it; None: the checkpoint itself if it is on this machine, else
@@ -283,7 +283,7 @@ class AsyncClient(FleetCalls):
 
         Raises:
             NotFound: there is no such checkpoint, or the gateway does not see its files.
-            Unavailable: the gateway stayed away; call it again to go on.
+            Unavailable: the gateway stayed away; call it again to continue.
         """
         view = experiment if isinstance(experiment, ExperimentView) else await self.experiment(experiment)
         kept = [each for each in await self.checkpoints(view) if step in {None, each.step}]

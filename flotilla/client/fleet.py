@@ -119,7 +119,7 @@ class FleetCalls(Calls):
             return []
 
     async def tinker_sequence(self, sequence_id: str) -> TinkerSequence:
-        """Tell which weights sampled each token of a sequence of the Tinker API, within a day.
+        """Return which weights sampled each token of a sequence of the Tinker API, within a day.
 
         Raises:
             NotFound: this token asked for no such sequence, or it is no longer known.

@@ -18,7 +18,7 @@ DESCRIBED = (
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Defines the operators when torchvision is looked for, and finds nothing itself."""
+    """Defines the operators when torchvision is searched for, and finds nothing itself."""
 
     library: Any = None
 

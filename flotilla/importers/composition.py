@@ -73,7 +73,7 @@ class Composition:
         Args:
             text: what the file holds.
             source: its name, for messages.
-            folder: that it lies in, as ``beside`` knows it; files that it names are looked for from there.
+            folder: that it lies in, as ``beside`` knows it; files that it names are searched for from there.
 
         Raises:
             InvalidSpec: a file does not parse, or is named and missing.

@@ -101,7 +101,7 @@ NOT_SEEN: Final = (
 
 
 def not_seen(model: str) -> str | None:
-    """Say why a model, by its name, cannot be shown images here; None where nothing is known against it."""
+    """Return why a model, by its name, cannot be shown images here; None where nothing is known against it."""
     last = model.rstrip("/").rpartition("/")[2]
     return NOT_SEEN.format(model=last) if TEXT_ONLY.search(last) else None
 

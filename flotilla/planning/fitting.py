@@ -104,7 +104,7 @@ def fit(run: RecordedRun, cores: float) -> Model:
 
 
 def cores_left(run: RecordedRun, cores: float) -> float:
-    """Say how many of a machine's cores there are for rollouts and trainer.
+    """Return how many of a machine's cores there are for rollouts and trainer.
 
     Where others take so much that the trainer has less than a core while it computes, what it and the engines got is
     all that there is: what one of them leaves goes to the other.
@@ -115,7 +115,7 @@ def cores_left(run: RecordedRun, cores: float) -> float:
 
 
 def _trainer_cores(run: RecordedRun, costs: Costs, found: Simulated, cores: float) -> float:
-    """Say how many cores the trainer would take, given how many it got and that it was slowed as it is simulated."""
+    """Return how many cores the trainer would take, given how many it got and that it was slowed as it is simulated."""
     if not run.trainer_cores or not found.compute:
         return costs.trainer_cores
     tokens = fmean(sum(group.totals) for group in _measured_groups(run)) * run.spec.groups_per_step

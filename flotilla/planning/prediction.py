@@ -107,7 +107,7 @@ class Prediction:
 
 
 def predict(run: RecordedRun, change: Change, cores: float) -> Prediction:
-    """Say what a run would do with other settings.
+    """Return what a run would do with other settings.
 
     Args:
         run: as recorded.
@@ -123,7 +123,7 @@ def predict(run: RecordedRun, change: Change, cores: float) -> Prediction:
 
 
 def predict_from(model: Model, change: Change) -> Prediction:
-    """Say what a run would do whose costs are known; see ``predict``."""
+    """Return what a run would do whose costs are known; see ``predict``."""
     run, spec = model.run, change.spec_of(model.run.spec)
     work = work_of(run, spec, Scales(change.lengths, change.grading))
     cores = model.cores if change.cores is None else change.cores

@@ -34,7 +34,7 @@ class SimulatedGroup:
 
 
 class SimulatedEngine:
-    """One rollout: groups in hand, answers that wait, answers that run."""
+    """One rollout: groups in progress, answers that wait, answers that run."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

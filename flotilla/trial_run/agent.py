@@ -25,7 +25,7 @@ class MadeAgent:
         return {"observation": states["observation"]}
 
     async def step(self, states: Section) -> Document:
-        """Give a reward, and go on once."""
+        """Give a reward, and continue once."""
         self._turns += 1
         right = float(zlib.crc32(str(states["action_text"]).encode()) % 2)
         return {"rewards": right, "scores": right, "environment_feedback": "\nGo on.\n", "done": self._turns > 1}

@@ -44,7 +44,7 @@ class GatewaySettings:
         publication_seconds: what each phase of a publication may take, besides the time of its bytes.
         stall_seconds: time without progress after which a stall is named.
         unfair_seconds: how long the surplus must be shared unfairly before services move.
-        notice_seconds: how long a service that gives its experiment up may finish what it has in hand.
+        notice_seconds: how long a service that gives its experiment up may finish the work it has in progress.
         teardown_seconds: how long services may take to fall idle when an experiment ends.
         heartbeat_seconds: pause after which an event stream sends a comment.
         held_body_bytes: what the bodies of all open requests may have together, those of up to 64 KiB not counted.

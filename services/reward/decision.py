@@ -1,6 +1,6 @@
 """What becomes of a graded group: trained as shaped and masked, filtered since it teaches nothing, or failed.
 
-One decision for the service that grades while a run goes on and for whoever grades its samples again.
+One decision for the service that grades while a run continues and for whoever grades its samples again.
 """
 
 from collections.abc import Mapping

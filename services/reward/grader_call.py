@@ -1,8 +1,8 @@
 """One request to one URL of a grader: address policy, signature, bounds, and what its answer means for a retry.
 
-An answer is grades or a ``GradingFailed``, whoever wrote it. Its bytes are bounded before they are parsed, and so is
-the number of values: parsing holds the event loop for as long as it makes objects. ``Reachability`` keeps which of the
-servers did not answer their last call.
+An answer is grades or a ``GradingFailed``, whichever process wrote it. Its bytes are bounded before they are parsed,
+and so is the number of values: parsing holds the event loop for as long as it makes objects. ``Reachability`` keeps
+which of the servers did not answer their last call.
 """
 
 import json

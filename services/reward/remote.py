@@ -99,11 +99,11 @@ class Endpoints:
         return self._choose([each.url for each in fresh], [each.weight for each in fresh])
 
     def has_other(self, avoid: Collection[str]) -> bool:
-        """Tell whether a URL that is not in ``avoid`` may be asked now."""
+        """Return whether a URL that is not in ``avoid`` may be asked now."""
         return any(self._may_be_asked(each) for each in self._breakers.values() if each.url not in avoid)
 
     def seconds_until_usable(self) -> float:
-        """Tell how long nobody needs to ask, while all rest; a call that is under way may end its URL's rest."""
+        """Return how long nobody needs to ask, while all rest; a call that is under way may end its URL's rest."""
         if any(each.under_way for each in self._breakers.values()):
             return POLL_SECONDS
         rest = min(each.rests_until for each in self._breakers.values()) - self._now()
@@ -260,7 +260,7 @@ class RemoteVerifier:
         while True:
             key = new_callback_key(self._secret, name)
             expecting = partial(callbacks.mailbox.expect, name, key=key, seconds=seconds)
-            # Whoever asked before, perhaps another process, goes on: with the same address, until the same deadline.
+            # Whoever asked before, perhaps another process, continues: with the same address, until the same deadline.
             expected = await retry(expecting, waiting_for=DATA_PLANE)
             if expected.answer is not None or expected.seconds_left > 0:
                 break

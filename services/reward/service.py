@@ -96,7 +96,7 @@ class RewardService(SessionFollower[Session]):
         return {"reward worker": session.worker.run()}
 
     async def _drain(self, session: Session) -> None:
-        """Grade what is in hand; what takes too long is handed back. Other news ends the wait."""
+        """Grade what is in progress; what takes too long is handed back. Other news ends the wait."""
         self._enter(WorkState.DRAINING)
         session.worker.pause()
         end = time.monotonic() + DRAIN_SECONDS

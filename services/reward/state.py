@@ -155,7 +155,7 @@ class SessionOpener:
 
 
 def groups_at_a_time(reward: RewardConfig, distillation: DistillationConfig | None = None) -> int:
-    """Say how many groups are graded at the same time, so that no grader's or teacher's own bound is out of reach."""
+    """Return how many groups to grade concurrently, so that every grader's and teacher's own limit can be reached."""
     if reward.waits_for_answers:
         return WAITING_CONCURRENCY
     requests = [each.concurrency for each in reward.components if isinstance(each, RemoteConfig)]

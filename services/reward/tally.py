@@ -67,7 +67,7 @@ def likeness(first: Sketch, second: Sketch) -> float:
 
 
 def are_alike(first: Sketch, second: Sketch) -> bool:
-    """Tell whether two texts are alike."""
+    """Return whether two texts are alike."""
     # What they share of the smallest hashes is at most what they share at all: of most pairs that is enough to know.
     return len(first & second) >= ALIKE * max(len(first), len(second)) and likeness(first, second) >= ALIKE
 

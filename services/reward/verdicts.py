@@ -22,7 +22,7 @@ def reward_of(reply: str, config: QuestionConfig) -> float | None:
 
 
 def no_verdict(reply: str) -> str:
-    """Say that a reply has no verdict."""
+    """Report that a reply has no verdict."""
     return f"no verdict in {reply[-200:]!r}"
 
 

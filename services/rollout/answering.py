@@ -63,7 +63,7 @@ async def open_answering(
 
     Raises:
         InvalidSpec: an environment or a tool cannot be loaded.
-        ModelError: the model's chat template cannot go on behind an answer.
+        ModelError: the model's chat template cannot continue behind an answer.
         Unavailable: the gateway gave no token for an agent.
     """
     engine, renderer = loaded.engine, loaded.renderer

@@ -44,7 +44,7 @@ async def open_episodes(
 
     Raises:
         InvalidSpec: an environment or a tool cannot be loaded.
-        ModelError: the model's chat template cannot go on behind an answer.
+        ModelError: the model's chat template cannot continue behind an answer.
     """
     config = spec.rollout.episodes
     if isinstance(config, EnvironmentEpisodesConfig) and (own := [e for e in config.environments if e.is_code]):
@@ -86,7 +86,7 @@ def make_episodes(
 
     Raises:
         InvalidSpec: an environment cannot be loaded.
-        ModelError: the model's chat template cannot go on behind an answer.
+        ModelError: the model's chat template cannot continue behind an answer.
     """
     config, resume = spec.rollout.episodes, resume_rule(spec.asynchrony)
     assert not isinstance(config, ToolEpisodesConfig), "tools are opened"

@@ -1,7 +1,7 @@
 """Follows the desired state: one experiment at a time, with an engine of its own.
 
     idle -> starting (engine loads, catches up with the current version) -> running <-> paused
-         -> draining (nothing new, work in hand is finished or handed over) -> finished -> idle
+         -> draining (nothing new, work in progress is finished or handed over) -> finished -> idle
 
 A service that was drained for good, or got a signal, leaves: ``run`` returns, and the process ends.
 
@@ -91,7 +91,7 @@ class GracefulShutdown:
         """Let the worker finish what it can, and hand over the rest.
 
         Returns:
-            False if there was news first: look again what is wanted, then go on.
+            False if there was news first: look again what is wanted, then continue.
         """
         worker.pause()
         while not worker.is_idle:
@@ -233,10 +233,10 @@ class RolloutService(SessionFollower[Session]):
         self._shutdown.has_left.set()
 
     async def leave(self, notice_seconds: float) -> None:
-        """Leave for good: returns when the work in hand is finished or handed over, or the notice is long over."""
+        """Leave for good: returns when the work in progress is finished or handed over, or the notice is long over."""
         self._shutdown.leave(notice_seconds)
         if self._session is None:
-            # Nothing is in hand: not even an engine that is still loading is waited for.
+            # Nothing is in progress: not even an engine that is still loading is waited for.
             return
         self._changed.set()
         with contextlib.suppress(TimeoutError):

@@ -63,7 +63,7 @@ class TrajectoryBuilder:
         tally: RenderTally | None = None,
         first_images: Sequence[PromptImage] = (),
     ) -> "TrajectoryBuilder":
-        """Go on behind the first turns of an earlier trajectory.
+        """Continue behind the first turns of an earlier trajectory.
 
         Args:
             trajectory: the earlier one.

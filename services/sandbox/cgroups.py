@@ -85,7 +85,7 @@ class Group:
         _write_if_present(with_swap, str(memory))
 
     def holds_more(self, bound_bytes: int) -> bool:
-        """Tell whether memory is in use that the kernel cannot take back: of processes, and in memory file systems.
+        """Return whether memory is in use that the kernel cannot take back: of processes, and in memory file systems.
 
         Args:
             bound_bytes: more than so much.

@@ -177,7 +177,7 @@ def answer_bytes(limits: Limits) -> int:
 
 
 def blame_memory(result: JobResult, limits: Limits) -> JobResult:
-    """Say of a result that the kernel ended a process because the memory was used up."""
+    """Return of a result that the kernel ended a process because the memory was used up."""
     detail = f"memory limit exceeded: the kernel ended a process, allowed {limits.memory_bytes} bytes"
     last = result.phases[-1]
     if last.detail and not last.detail.startswith(("the interpreter ended", GUARD_KILLED)):

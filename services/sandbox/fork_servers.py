@@ -176,7 +176,7 @@ class ForkServer:
             self.limits = limits
 
     def has_used_up_memory(self) -> bool:
-        """Tell whether the kernel has ended processes, since this was asked last, because the memory was used up."""
+        """Return whether the kernel has ended processes, since this was asked last, because the memory was used up."""
         if self.group is None:
             return False
         kills_before, self._num_kills = self._num_kills, self.group.num_memory_kills()
@@ -191,7 +191,7 @@ class ForkServer:
         return sum(map(running_seconds, (self.process.pid, *descendants(self.process.pid))))
 
     async def is_empty(self) -> bool:
-        """Tell whether the last program's memory, too, is free again for the next one; waits for that a little."""
+        """Return whether the last program's memory, too, is free again for the next one; waits for that a little."""
         if self.group is None:
             return True
         end = time.monotonic() + EMPTY_SECONDS

@@ -136,7 +136,7 @@ class Isolation:
 
 
 def _is_beside_usr(path: str) -> bool:
-    """Tell whether a directory is there and no part of /usr: what is needs no rule of its own, for links need none."""
+    """Return whether a directory exists outside /usr; links into /usr need no rule of their own."""
     return Path(path).exists() and not Path(path).resolve().is_relative_to("/usr")
 
 
@@ -168,7 +168,7 @@ def bwrap_command(place: Place) -> list[str]:
 
 
 def why_not(level: IsolationLevel) -> str | None:
-    """Tell what this machine obviously lacks for a level; None if it is worth a try."""
+    """Return what this machine obviously lacks for a level; None if it is worth a try."""
     if level is IsolationLevel.D:
         return None
     if platform.machine() not in seccomp.ARCHITECTURES:
@@ -226,7 +226,7 @@ def ways_out(*, uid: int, landlock_version: int, works: IsolationLevel | None) -
 
 
 def way_to_a(reason: str) -> str:
-    """Tell what would make level A work, by why it does not."""
+    """Return what would make level A work, by why it does not."""
     if "bwrap is not installed" in reason:
         return "for level A install bubblewrap: apt install bubblewrap"
     if "control group" in reason:

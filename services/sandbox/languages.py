@@ -46,7 +46,7 @@ class Language:
 
 
 def is_usable_by_others(path: Path) -> bool:
-    """Tell whether any uid may read and execute a file: programs do not run under ours."""
+    """Return whether any uid may read and execute a file: programs do not run under ours."""
     parents_open = all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents)
     return parents_open and path.stat().st_mode & 0o005 == 0o005
 

@@ -19,7 +19,7 @@ LOOK_SECONDS = 1.0
 
 
 def may_take(held: int, free: int, spare: int) -> bool:
-    """Tell whether a caller may have one more slot.
+    """Return whether a caller may have one more slot.
 
     Of the last ``spare`` slots a caller gets no more than half of what others leave, so one that holds none finds one.
 

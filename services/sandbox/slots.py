@@ -113,7 +113,7 @@ async def sweep(uid: int, python: str) -> None:
 
 
 def is_zombie(pid: int) -> bool:
-    """Tell whether a process has ended and only waits for its parent to notice."""
+    """Return whether a process has ended and only waits for its parent to notice."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -149,7 +149,7 @@ class SpareTime:
             self._allowances.use(caller, seconds)
 
     def is_bounded(self, caller: str) -> bool:
-        """Tell whether a caller has used much while there was little to spare, and there still is."""
+        """Return whether a caller has used much while there was little to spare, and there still is."""
         is_own = self.own_experiment is not None and experiment_of(caller) == self.own_experiment
         return not is_own and self.part < 1.0 and self._allowances.left(caller) <= 0
 

@@ -43,7 +43,7 @@ class Launch(Line):
 
 
 class Order(Line):
-    """Supervisor to worker: what to do from now on. Draining ends it; idle, too, and nobody goes on after it."""
+    """Supervisor to worker: what to do from now on. Draining ends it; idle, too, and nobody continues after it."""
 
     kind: Literal["order"] = "order"
     state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING, WorkState.IDLE]

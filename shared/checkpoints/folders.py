@@ -134,7 +134,7 @@ def complete(directory: Path, below: Path | None = None, only: int | None = None
     Args:
         directory: of them.
         below: as of ``state_of``.
-        only: the step of the one that is looked at; None: all.
+        only: the step of the one that is examined; None: all.
 
     Raises:
         ModelError: the next one was written by a newer release.

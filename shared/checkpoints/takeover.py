@@ -29,7 +29,7 @@ class TakeoverRequest(Wire):
     """What a trainer has."""
 
     step: int = Field(ge=0)
-    """Of the checkpoint that it goes on from; 0 without one."""
+    """Of the checkpoint that it continues from; 0 without one."""
     published: StandingPoint
     """The version that was newest when that was written."""
     plans: tuple[StandingPlan, ...] = ()

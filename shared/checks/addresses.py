@@ -26,7 +26,7 @@ async def address_elsewhere(host: str, port: int) -> str:
     """Resolve the host of a service on another machine, and choose the address to connect to.
 
     What a service says of itself is not believed: a name of its choice could lead whoever tries it to a port of their
-    own machine. All addresses of the name count, and the connection goes to the one that was looked at.
+    own machine. All addresses of the name count, and the connection goes to the one that was examined.
 
     Raises:
         OSError: the name cannot be resolved, or leads to this machine or link.

@@ -108,7 +108,7 @@ def _is_owner(process: Running) -> bool:
 
 
 def _is_owned(pid: int, processes: Mapping[int, Running]) -> bool:
-    """Whether the process, or one above it, is a service or a command of ours."""
+    """Whether the process, or one above it, is a service or a Flotilla command."""
     seen: set[int] = set()
     while pid in processes and pid not in seen:
         seen.add(pid)

@@ -201,7 +201,7 @@ class CallProcess:
         except (ValueError, RecursionError):
             raise InvalidSpec(f"{self._what}: its process wrote what is no answer while it loaded") from None
         if greeting is None:
-            # Its output is closed; a process that goes on without it is of no use.
+            # Its output is closed; a process that continues without it is of no use.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.ended(), END_SECONDS)
             if not self._blames_opening:

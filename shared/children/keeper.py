@@ -10,7 +10,7 @@ process did.
 
 Python's resource trackers are left for a moment: they remove the shared memory of those who were killed, then end.
 
-It imports nothing of ours, nor of anybody's: it starts in a few milliseconds and needs no environment.
+It imports only the standard library: it starts in a few milliseconds and needs no environment.
 """
 
 import contextlib

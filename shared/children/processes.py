@@ -116,7 +116,7 @@ def collecting_later() -> Iterator[None]:
 
     The collector would look through all modules so far again and again while they are imported, and a last time when
     the interpreter ends: with torch and transformers that is two seconds of five. Nothing that exists at the end of
-    the block is looked at again.
+    the block is examined again.
     """
     gc.disable()
     try:
@@ -193,7 +193,7 @@ def end_family() -> None:
     """Kill every process that descends from this one, and wait for their ends; blocks.
 
     All are found before any is killed: who loses its parent is not found any more. Nobody is reaped here: that is for
-    whoever started them.
+    whichever process started them.
     """
     family = psutil.Process().children(recursive=True)
     for process in family:
@@ -373,7 +373,7 @@ class Kept:
 
 
 def _is_group_of(leader: int, ended_at: float) -> bool:
-    """Tell whether a process group is the one of a leader that has ended: its number may have been given again.
+    """Return whether a process group is the one of a leader that has ended: its number may have been given again.
 
     The number stays taken while a member lives, so of that group one was born before the leader's end; of a later one
     none was, and its own leader may live.

@@ -69,7 +69,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 
 class _Protocol(asyncio.subprocess.SubprocessStreamProtocol):
-    """Tells when the process has ended: ``Process.wait`` waits for its pipes too, which its children may hold open."""
+    """Reports the exit itself: ``Process.wait`` also waits for the pipes, which grandchildren may hold open."""
 
     def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(limit, loop)

@@ -59,7 +59,7 @@ def redacted_text(text: str) -> str:
 
 
 def redacted_line(text: str) -> str:
-    """Leave out what looks like a token, a password or a key in a line of a log, whoever wrote it."""
+    """Leave out what looks like a token, a password or a key in a line of a log, whichever process wrote it."""
     for pattern, replacement in _KNOWN:
         text = pattern.sub(replacement, text)
     text = _without_parameters(_USER.sub(f"{HIDDEN}@", text))

@@ -80,7 +80,7 @@ def tls_from(values: Mapping[str, str]) -> Tls:
 
 
 def why_not_believed(error: BaseException) -> str | None:
-    """Say why a server's certificate was refused; None if the error is another one."""
+    """Return why a server's certificate was refused; None if the error is another one."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__

@@ -217,7 +217,7 @@ class Injector:
         if fault.kind is Kind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.kind is Kind.STALL:
-            # Of purpose not a pause of this task alone: nothing in the process goes on.
+            # Of purpose not a pause of this task alone: nothing in the process continues.
             time.sleep(fault.seconds or 0)
         elif fault.kind is Kind.REFUSE:
             raise Unavailable(f"injected fault at {fault.site}")

@@ -14,7 +14,7 @@ class Kind(StrEnum):
     STALL = "stall"
     """The whole process stands still for ``seconds``, its leases and heartbeats included."""
     SLOW = "slow"
-    """The operation takes ``seconds`` longer; what else the process does goes on where it can."""
+    """The operation takes ``seconds`` longer; what else the process does continues where it can."""
     REFUSE = "refuse"
     """The operation fails as if the other side were not there; afterwards: as if its answer had been lost."""
     HALF_OPEN = "half_open"

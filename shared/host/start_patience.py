@@ -85,7 +85,7 @@ class StartDeadline:
         self._reached = 0.0
 
     def left(self) -> float:
-        """Return how many seconds there are from now on, if nothing goes on; 0 or less when time is over."""
+        """Return how many seconds there are from now on, if nothing continues; 0 or less when time is over."""
         now, reached = self._now(), self._progress()
         # A process that was started again has computed less than its predecessor.
         if abs(reached - self._reached) >= PROGRESS_SECONDS:

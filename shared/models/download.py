@@ -18,7 +18,7 @@ from flotilla.shared.models.hub import cache_directory, repository_directory
 SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 WEIGHTS_SUFFIX = ".safetensors"
 PAUSES_SECONDS = (1.0, 4.0)
-"""Between tries of a file whose connection broke, which then goes on where it was."""
+"""Between tries of a file whose connection broke, which then continues where it was."""
 TELL_SECONDS = 1.0
 
 

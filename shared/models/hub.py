@@ -119,7 +119,7 @@ def _process(model: ModelConfig) -> CallProcess:
 
 
 def _explained(error: FlotillaError) -> FlotillaError:
-    # A process that was killed says nothing of the model: another one goes on where it was.
+    # A process that was killed says nothing of the model: another one continues where it was.
     kind = Unavailable if isinstance(error, WorkerDied | DeadlineExceeded) else type(error)
     return kind(f"model.path: {error.detail}")
 
@@ -132,7 +132,7 @@ async def fetched(model: ModelConfig, on_progress: Progress | None = None) -> Pa
 
     Raises:
         ModelError: there is no such model or revision, or the hub refuses it.
-        Unavailable: the hub cannot be reached; what has come is kept, and another call goes on with it.
+        Unavailable: the hub cannot be reached; what has come is kept, and another call continues with it.
     """
     if not model.is_hub_name:
         return model_directory(model)

@@ -20,7 +20,7 @@ from flotilla.shared.children.spawning import output_of
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-shared", "-fPIC")
-"""Without contraction: a compiler decides anew in each copy of a function which products it fuses with sums,
+"""Without contraction: a compiler decides again in each copy of a function which products it fuses with sums,
 and the bits would depend on which copy ran. The sources say what is fused."""
 ON_THREADS, ON_ONE_THREAD = "-fopenmp", "-fopenmp-simd"
 """OpenMP is torch's own pool of threads: its library is loaded already, under the same name."""

@@ -2,7 +2,7 @@
 
 A router gives each token the weights of the experts with the highest scores. Told what to choose, it computes its
 scores as ever, with their gradient, and gives the weights of the experts that it was told: those of its own softmax,
-normalised as the model does it. So the experts that compute are the recorded ones, and routers go on learning.
+normalised as the model does it. So the experts that compute are the recorded ones, and routers continue learning.
 """
 
 from collections.abc import Iterator

@@ -76,7 +76,7 @@ async def retry(
         call: made again for each attempt; bounds the time of one attempt by itself.
         waiting_for: who is waited for, in the log.
         deadline_seconds: for all attempts; the error of an attempt leaves if the next could not begin before. None to
-            go on until cancelled.
+            continue until cancelled.
         backoff: the pauses.
         is_retryable: chooses the errors after which the call is made again.
         now: a clock in seconds that never goes back.

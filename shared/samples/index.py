@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
     Attributes:
         found: in the order that was asked for.
-        newest: no file after this instant, in milliseconds, was looked at; given back with the next page, none comes
+        newest: no file after this instant, in milliseconds, was examined; given back with the next page, none comes
             between two pages.
         has_more: whether more follow.
         num_files, num_unread: files there are, and those not read yet.

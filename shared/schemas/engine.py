@@ -13,7 +13,7 @@ class EngineCapability(StrEnum):
     SEEDED_SAMPLING = "seeded_sampling"
     """A completion is a function of weights, prompt, sampling parameters and seed, whatever else is sampled."""
     EXACT_RESUMPTION = "exact_resumption"
-    """A completion that was interrupted goes on with the tokens that it would have had without the interruption."""
+    """A completion that was interrupted continues with the tokens that it would have had without the interruption."""
     SPARE_COPY = "spare_copy"
     """New weights are read into a second copy while the old ones serve; switching takes no longer than one step."""
     EXACT_SPANS = "exact_spans"

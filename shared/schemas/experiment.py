@@ -103,9 +103,9 @@ class Origin(TolerantWire):
     first_group_id: int
     """Where the experiment's own groups begin: after the last one that the checkpoint contains."""
     source_weights: tuple[WeightsFrom, ...] = ()
-    """By which weights the other experiment took turns among its sources, oldest first: turns go on from there."""
+    """By which weights the other experiment took turns among its sources, oldest first: turns continue from there."""
     generated_tokens: int = 0
-    """Of the checkpoint's figures, which the experiment's own go on from; 0 where an earlier release took it."""
+    """Of the checkpoint's figures, which the experiment's own continue from; 0 where an earlier release took it."""
 
 
 class ForkRequest(Wire):

@@ -12,7 +12,7 @@ MOST_AUDITED = 4
 
 
 class SampleExcerpt(TolerantWire):
-    """One graded sample, cut for people to look at."""
+    """One graded sample, cut for people to read."""
 
     prompt: str
     completion: str
@@ -146,7 +146,7 @@ class SamplingReport(TolerantWire):
     """Prompts that do not begin with the special tokens that the tokenizer begins every text with."""
     completions: int = Field(0, ge=0)
     past_special: int = Field(0, ge=0)
-    """Completions that go on after a special token, which ends none of them."""
+    """Completions that continue after a special token, which ends none of them."""
     special_token: str | None = None
     """The token of the newest such finding."""
 

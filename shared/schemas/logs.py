@@ -1,4 +1,4 @@
-"""Lines that a process logged, as it keeps the newest of them to be looked at."""
+"""Lines that a process logged, as it keeps the newest of them to be examined."""
 
 from collections.abc import Mapping
 

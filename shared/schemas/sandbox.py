@@ -151,7 +151,7 @@ class CellRequest(Described):
     code: str
     """Source text. The value of its last expression is printed, as by an interactive interpreter."""
     run_timeout: float = Field(10.0, gt=0, le=MAX_TIMEOUT_SECONDS)
-    """Seconds. A cell that takes longer is interrupted; one that goes on after that costs the session."""
+    """Seconds. A cell that takes longer is interrupted; one that continues after that costs the session."""
     files: dict[RelativePath, Base64] = Field(default_factory=dict)
     """Files to put into its working directory first, base64, by relative path: such as tests of what was made."""
     fetch_files: tuple[RelativePath, ...] = ()
@@ -200,7 +200,7 @@ class CellResponse(BaseModel):
     """The fetched files, base64."""
     isolation: IsolationLevel | None
     is_alive: bool
-    """Whether the session goes on; if not, what it knew is lost."""
+    """Whether the session continues; if not, what it knew is lost."""
 
 
 class SandboxHealth(BaseModel):

@@ -246,7 +246,7 @@ that it starts."""
 
 
 class Failure(TolerantWire):
-    """Why a worker cannot go on."""
+    """Why a worker cannot continue."""
 
     component: str
     cause: str
@@ -272,7 +272,7 @@ class DeviceReport(TolerantWire):
     is_held: bool
     """Whether its memory is there, or on its way there or away."""
     is_wanted: bool = False
-    """Whether it cannot go on without the devices (trainer)."""
+    """Whether it cannot continue without the devices (trainer)."""
 
 
 class JobReport(TolerantWire):
@@ -299,7 +299,7 @@ class JobNode(TolerantWire):
 
 
 def _understood(report: Any) -> Any:
-    """Drop a report whose state this release does not know: a publication must not go on by it."""
+    """Drop a report whose state this release does not know: a publication must not continue by it."""
     state = report.get("state") if isinstance(report, Mapping) else None
     return None if isinstance(state, str) and state not in RECEIVE_STATES else report
 
@@ -403,7 +403,7 @@ class DesiredState(TolerantWire):
     weights_peers: tuple[str, ...] = ()
     """Where else: at rollouts that keep the image of ``policy_checksum``."""
     notice_seconds: float | None = None
-    """While draining: what is left of the notice. None: no end was set; whoever counts already goes on counting."""
+    """While draining: what is left of the notice. None: no end was set; whoever counts already keeps counting."""
     hold_version: int | None = None
     """While set, a rollout does not go beyond this version (an evaluation is pinned to it)."""
     publication: PublicationOrder | None = None

@@ -39,7 +39,7 @@ class TinkerRun(TolerantWire):
     """Which weights sampled a run of tokens."""
 
     first_token: int
-    """The run's first one; it goes on to the next run's."""
+    """The run's first one; it continues to the next run's."""
     path: str | None
     """Of the saved weights, ``tinker://...``; null: the base model."""
     step: int

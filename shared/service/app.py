@@ -40,7 +40,7 @@ class Leaving(Protocol):
     """A service that needs a moment before its process ends."""
 
     async def leave(self, notice_seconds: float) -> None:
-        """Bring the work in hand to an end within the notice."""
+        """Bring the work in progress to an end within the notice."""
 
 
 class ServiceState(Protocol):
@@ -67,7 +67,7 @@ async def at_work(service: Following, membership: Membership) -> AsyncIterator[N
     def say_why(task: asyncio.Task[None]) -> None:
         _say_why(task)
         if end_alone is not None and not task.cancelled() and task.exception() is None:
-            # It has left the fleet: other services of this process go on.
+            # It has left the fleet: other services of this process continue.
             end_alone()
             return
         # A process that does nothing would look alive: end, so that whoever owns it starts it again.

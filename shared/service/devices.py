@@ -109,7 +109,7 @@ def given_to(labels: Sequence[str]) -> dict[str, str]:
 def torch_uses_cuda() -> bool:
     """Whether the torch that is installed was built for CUDA; it is not imported.
 
-    It is looked for in ``sys.path``: services that keep torch out of their own process have it all the same.
+    It is searched for in ``sys.path``: services that keep torch out of their own process have it all the same.
     """
     try:
         spec = PathFinder.find_spec("torch")

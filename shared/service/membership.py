@@ -135,7 +135,7 @@ class Membership:
                 facts = {"gateway": self._client.base_url, "cause": error.detail}
                 log.error("the gateway refuses this service's token", extra=facts)  # noqa: TRY400
             except NotUnderstood as error:
-                # Its call has renewed the lease, and it goes on with what it was asked last.
+                # Its call has renewed the lease, and it continues with what it was asked last.
                 if error.detail != self._refused:
                     log.error("the gateway asks for what this release does not know", extra={"cause": error.detail})  # noqa: TRY400
                 self._refused = error.detail

@@ -134,7 +134,7 @@ class StateFollower(ABC):
             self.notify()
 
     def _fail(self, cause: str | Failure) -> None:
-        """Report that the experiment cannot go on here."""
+        """Report that the experiment cannot continue here."""
         failure = Failure(component=self.component, cause=cause) if isinstance(cause, str) else cause
         log.error("work cannot go on", extra={"component": failure.component, "cause": failure.cause})
         self._failure = failure

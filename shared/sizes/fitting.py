@@ -12,7 +12,7 @@ MOST_REMEDIES: Final = 3
 
 
 def refusal(processes: Sequence[tuple[Footprint, int]], room: int, where: str) -> str | None:
-    """Say why processes cannot fit, with the arithmetic and the keys that would help; None where they may.
+    """Return why processes cannot fit, with the arithmetic and the keys that would help; None where they may.
 
     Args:
         processes: each with how many there are of it, all on one machine.
@@ -48,7 +48,7 @@ def _advice(processes: Sequence[tuple[Footprint, int]]) -> str:
 
 
 def overflow(processes: Sequence[tuple[Footprint, int]], room: int) -> str | None:
-    """Say that processes may take more than there is where samples get as long as they may; None where they do not."""
+    """Report that the longest allowed samples may exceed the memory; None if they fit."""
     most = sum(each.host_bytes * count for each, count in processes)
     if most <= room:
         return None

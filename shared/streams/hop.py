@@ -278,8 +278,8 @@ class Hop(Protocol):
     async def forward(self, claim: Claim, group: Group) -> bool:
         """Append the result to the next stream and remove the entry; False if the claim was lost.
 
-        Of a group that differs from ``claim.group()`` in its grades alone, only these are encoded: the rest goes on as
-        it came. So do not change what is reached through a decoded group in place, such as its task's metadata.
+        Of a group that differs from ``claim.group()`` in its grades alone, only these are encoded: the rest continues
+        as it came. So do not change what is reached through a decoded group in place, such as its task's metadata.
 
         Raises:
             ValueError: the last hop has no next stream, or the group is not the claimed one.
@@ -305,7 +305,7 @@ class Hop(Protocol):
     async def hand_over(self, claim: Claim, partials: Partials) -> bool:
         """Give a task's claim up with what was sampled of it; False if the claim was lost, and the tokens with it.
 
-        The task keeps its place and its age, so it is claimed before fresh ones, by anyone, who goes on from the
+        The task keeps its place and its age, so it is claimed before fresh ones, by anyone, who continues from the
         partials; this delivery does not count. Members that do not fit ``max_partial_bytes`` are left out.
 
         Raises:

@@ -71,7 +71,7 @@ class Mailbox(Protocol):
 async def wait_for_answer(mailbox: Mailbox, name: str) -> bytes | None:
     """Wait until the answer has come, or its deadline is over; None then, and if it is not expected (any more).
 
-    While the data plane is absent it goes on waiting: the deadline is then looked at afterwards.
+    While the data plane is absent it keeps waiting: the deadline is then looked at afterwards.
     """
     pauses = Pauses(FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
     while True:

@@ -12,7 +12,7 @@ SUFFIX = ".json.gz"
 NAME = re.compile(r"(?:trainer|engine)-[A-Za-z0-9.-]{1,120}\.json\.gz")
 """A whole trace; what is being written is hidden."""
 CHUNK_BYTES = 1 << 20
-"""Compressed at once, while other threads go on."""
+"""Compressed at once, while other threads continue."""
 
 
 def trainer_trace(step: int, rank: int) -> str:
@@ -40,7 +40,7 @@ def write_trace(directory: Path, name: str, export: Callable[[str], None]) -> Pa
     path, part, plain = directory / name, directory / f".{name}", directory / f".{name}.json"
     try:
         export(str(plain))
-        # torch would compress it line by line, and let no other thread go on.
+        # torch would compress it line by line, and let no other thread continue.
         with plain.open("rb") as source, gzip.open(part, "wb", compresslevel=6) as packed:
             shutil.copyfileobj(source, packed, CHUNK_BYTES)
         part.replace(path)

@@ -1,7 +1,7 @@
 """The newest lines that this process and its children logged, kept in memory for whoever looks at them from afar.
 
-Bounded in lines and characters. What looks like a credential is taken out before a line is shown, whoever wrote it:
-records of ours have none, but children and libraries write what they like. Most lines nobody ever looks at.
+Bounded in lines and characters. What looks like a credential is taken out before a line is shown, whichever process
+wrote it: records of ours have none, but children and libraries write what they like. Most lines nobody ever looks at.
 """
 
 import json
@@ -77,7 +77,7 @@ class RecentLines:
                 self._size -= self._kept.popleft().size
 
     def hear(self, line: str) -> None:
-        """Keep a line that a child wrote: a record of ours, or anything."""
+        """Keep a line that a child wrote: a Flotilla record, or anything."""
         if line.strip():
             self.add(_entry_of(line))
 
@@ -165,7 +165,7 @@ def _entry_of(line: str) -> LogEntry:
 
 
 def _record_of(line: str) -> Iterable[tuple[str, object]]:
-    """Read the fields of a record of ours; none where the line is something else."""
+    """Read the fields of a Flotilla record; none where the line is something else."""
     if not line.startswith("{"):
         return ()
     try:

@@ -1,8 +1,8 @@
 """What graders said, as series: components of the reward, metrics of graders, and both for each data source.
 
 Graders and data choose these names, so they are cleaned, bounded in length and in number, and every series has a place
-that none of ours is in: ``reward/COMPONENT/mean`` has one part more than ``reward/mean``, and nothing of ours begins
-with ``grader/`` or ``source/``.
+that none of Flotilla's is in: ``reward/COMPONENT/mean`` has one part more than ``reward/mean``, and nothing of Flotilla
+begins with ``grader/`` or ``source/``.
 """
 
 import hashlib

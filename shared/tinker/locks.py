@@ -25,7 +25,7 @@ def changing(saved: Path) -> Iterator[None]:
     """Let nobody else change what lies below a directory while the block runs; blocks.
 
     Raises:
-        Unavailable: another process did not let go in time.
+        Unavailable: another process did not release its lock in time.
     """
     end = time.monotonic() + LOCK_SECONDS
     with (saved / LOCK).open("a") as file:

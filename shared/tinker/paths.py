@@ -1,6 +1,6 @@
 """Names of the Tinker API, and where what they mean lies below the fleet's data directory.
 
-``tinker://RUN/weights/NAME`` is a state that training goes on from, ``tinker://RUN/sampler_weights/NAME`` what is
+``tinker://RUN/weights/NAME`` is a state that training continues from, ``tinker://RUN/sampler_weights/NAME`` what is
 sampled from, ``tinker://RUN/external_weights/NAME`` what is downloaded; ``ephemeral`` ones belong to a sampling session
 and have no address.
 """
@@ -76,7 +76,7 @@ def runs_with_state(data: Path) -> list[str]:
 
 
 def state_of(data: Path, run: str) -> Path:
-    """Return where the present state of a model is kept, from which a new process goes on."""
+    """Return where the present state of a model is kept, from which a new process continues."""
     if not RUN.fullmatch(run):
         raise InvalidRequest(f"{run!r} is no training run")
     return data / FOLDER / "state" / run

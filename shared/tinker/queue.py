@@ -1,4 +1,4 @@
-"""Requests and answers of the Tinker API in Redis: kept until they are done, whoever ends meanwhile.
+"""Requests and answers of the Tinker API in Redis: kept until they are done, whichever process ends meanwhile.
 
 A model's requests are numbered by its client, come in any order, and are handed on in theirs: the first that is missing
 holds back the later ones. A request that comes again is the same one; its answer is written once, in one step with its
@@ -258,7 +258,7 @@ class TinkerQueue(Store):
         return None if found is None else Answer(Form(found[:1].decode()), found[1:])
 
     async def done_since(self, entry: str | None) -> tuple[str, list[str]]:
-        """Wait a moment for answers; return where to go on, and whose they are. None: only where to begin."""
+        """Wait a moment for answers; return where to continue, and whose they are. None: only where to begin."""
         if entry is None:
             newest = await self._retried("XREVRANGE", key("done"), "+", "-", "COUNT", 1)
             return (newest[0][0].decode() if newest else "0"), []
@@ -289,7 +289,7 @@ class TinkerQueue(Store):
         return [await self._request(request_id, entry) for entry, request_id in _pairs(found)]
 
     async def hears(self, work: Work, heard: str) -> str:
-        """Wait a moment for a new request; returns where to go on, at first from ``0``."""
+        """Wait a moment for a new request; returns where to continue, at first from ``0``."""
         found = await self._retried("XREAD", "BLOCK", BLOCK_MILLISECONDS, "STREAMS", key("bell", work), heard)
         entries = _entries(found)
         return entries[-1][0] if entries else heard
@@ -369,7 +369,7 @@ class TinkerQueue(Store):
             yield await self._request(request_id_of(model_id, seq), "")
 
     async def forget_bodies(self, model_id: str, first: int, last: int) -> None:
-        """Let go of what requests brought, once what they did is on the disk; their ids stay known for a day."""
+        """Release what requests brought, once what they did is on the disk; their ids stay known for a day."""
         for seq in range(first, last + 1):
             request = key("request", request_id_of(model_id, seq))
             await self._retried("HDEL", request, "body")

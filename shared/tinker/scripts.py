@@ -151,7 +151,7 @@ hand_on_ready(model, pending, KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], ARGV[
 return 1
 """
 )
-"""Go on behind requests that were lost after they were done, unless one of them came again."""
+"""Continue behind requests that were lost after they were done, unless one of them came again."""
 ANSWER: Final = """
 local request, answer, stream, owners, done, model = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
 local samplers, open, owner, answers = KEYS[8], KEYS[9], KEYS[10], KEYS[11]
@@ -249,7 +249,7 @@ redis.call('DEL', pending)
 redis.call('ZREM', KEYS[5], ARGV[2])
 return 1
 """
-"""Take no more requests of a model; let go of those that wait for an earlier one, or answer them if that is given."""
+"""Take no more requests of a model; release those that wait for an earlier one, or answer them if that is given."""
 RUNS: Final = """
 local found = {}
 -- Earlier releases kept them without an order.

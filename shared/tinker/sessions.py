@@ -1,6 +1,6 @@
 """Sessions of the Tinker API, and what belongs to one: its models, its sampling sessions.
 
-A session ends when its client says so, or was not heard of for long: what belongs to it is let go of then, but for what
+A session ends when its client says so, or was not heard of for long: what belongs to it is released then, but for what
 was saved under a name.
 """
 
@@ -159,7 +159,7 @@ class TinkerSessions(Store):
         return int(done or -1) >= int(next_seq or 0) - 1
 
     async def forget_model(self, model_id: str, *, keeps_record: bool) -> None:
-        """Let go of a closed model's requests, and of what it was unless that is wanted for what it saved."""
+        """Release a closed model's requests, and of what it was unless that is wanted for what it saved."""
         first, end = await self._retried("HMGET", key("model", model_id), "kept_from", "next")
         await self._queue.forget_bodies(model_id, int(first or 0), int(end or 0) - 1)
         await self._retried("HDEL", key("inflight"), model_id)
@@ -170,13 +170,13 @@ class TinkerSessions(Store):
             await self._retried("DEL", key("model", model_id), key("points", model_id))
 
     async def end(self, session_id: str, session: Session, owner: str, seen: float) -> None:
-        """Mark a session as finished, and as last heard of at a moment, so that it is let go of when that is past."""
+        """Mark a session as finished, and as last heard of at a moment, so that it is released when that is past."""
         record = session.model_copy(update={"is_finished": True}).model_dump_json()
         await self._retried("HSET", key("sessions"), session_id, record)
         await self.seen(session_id, owner, seen)
 
     async def forget_session(self, session_id: str, owner: str) -> None:
-        """Let go of a session, whose models were let go of."""
+        """Release a session, whose models were released."""
         await self._retried("DEL", key("models", session_id), key("samplers", session_id))
         await self._retried("ZREM", key("sessions", owner), session_id)
         await self._retried("HDEL", key("sessions"), session_id)

@@ -107,7 +107,7 @@ def uri_of(data: bytes) -> str | None:
 
 
 def are_parts(said: object) -> bool:
-    """Tell whether something is a list of parts with an image among them; any other list is shown as it is printed."""
+    """Return whether something is a list of content parts with an image among them."""
     return isinstance(said, list | tuple) and any(_kind(each) in KINDS for each in said)
 
 

@@ -1,7 +1,7 @@
 """Where the images of a sequence are, and the positions that rotary embeddings give its tokens. Pure.
 
 Positions of Qwen's vision-language models have three axes (time, height, width). Text counts all three on; the tokens
-of an image lie on its grid, at the position where the image begins; text after it goes on behind the longer side.
+of an image lie on its grid, at the position where the image begins; text after it continues behind the longer side.
 
 Source: Wang et al., Qwen2-VL, arXiv:2409.12191, section 2.1 (M-RoPE).
 """

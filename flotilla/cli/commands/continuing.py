@@ -1,4 +1,4 @@
-"""``flotilla extend | set | fork``: an experiment trains on, perhaps otherwise; or another one goes on from it."""
+"""``flotilla extend | set | fork``: an experiment trains on, perhaps otherwise; or another one continues from it."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from flotilla.shared.schemas.experiment import ExperimentView
 
 
 async def extend(arguments: argparse.Namespace) -> int:
-    """Raise the steps of an experiment; one that is ending is waited for, one that has ended goes on."""
+    """Raise the steps of an experiment; one that is ending is waited for, one that has ended continues."""
     async with open_gateway(arguments) as client:
         view = await at_rest(client, await client.experiment(arguments.experiment))
         now = await client.with_deadline(START_SECONDS).extend(view, arguments.steps)

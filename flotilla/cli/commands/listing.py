@@ -186,7 +186,7 @@ async def verify(client: Source, view: ExperimentView, rows: Sequence[Checkpoint
 
 
 def _copy_in_words(upload: UploadView, checked: UploadCheck | None) -> str:
-    """Say where the copy of a checkpoint is, and whether it is whole."""
+    """Return where the copy of a checkpoint is, and whether it is whole."""
     if checked is not None:
         return f"{upload.url} ({'whole' if checked.is_whole else 'lacks ' + ', '.join(checked.missing)})"
     if upload.state == "uploaded":
@@ -228,7 +228,7 @@ def describe_checkpoints(
     directory: Path,
     counts: Mapping[int, tuple[int, int]] = MappingProxyType({}),
 ) -> list[CheckpointRow]:
-    """Say of each checkpoint what its version came to on held-out problems.
+    """Return of each checkpoint what its version came to on held-out problems.
 
     Args:
         found: by step.

@@ -12,7 +12,7 @@ COLUMNS = ("experiment", "what", "size", "ended", "why")
 
 
 async def prune(arguments: argparse.Namespace) -> int:
-    """Say what would go, or delete it.
+    """Return what would go, or delete it.
 
     Raises:
         InvalidRequest: nothing says how long anything is kept.

@@ -1,6 +1,6 @@
 """``flotilla run SPEC``: a fleet of its own, one experiment, the result, and nothing left running.
 
-Ctrl-C ends the fleet and nothing else: the experiment stays as it is, and ``--continue`` goes on with it, as after a
+Ctrl-C ends the fleet and nothing else: the experiment stays as it is, and ``--continue`` continues with it, as after a
 crash.
 """
 
@@ -38,7 +38,7 @@ async def run(arguments: argparse.Namespace, *, companion: Companion | None = No
     Args:
         arguments: of the command.
         companion: works on the experiment while it is followed.
-        is_kept: whether its directory is there afterwards, so that an interrupted run can go on.
+        is_kept: whether its directory is there afterwards, so that an interrupted run can continue.
     """
     check_packages()
     console = new_console()
@@ -125,7 +125,7 @@ async def _train(
     arguments: argparse.Namespace,
     companion: Companion | None,
 ) -> Progress:
-    """Create the experiment, or let it go on, and follow it to its end; what works beside that ends with it."""
+    """Create the experiment, or let it continue, and follow it to its end; what works beside that ends with it."""
     console, view = new_console(), None
     if arguments.go_on:
         view = await go_on(client, directory.experiment_id, launch.spec, console.print)

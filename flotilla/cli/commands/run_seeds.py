@@ -30,7 +30,7 @@ from flotilla.shared.schemas.experiment import ExperimentState, ExperimentView
 
 SUMMARY = "seeds.json"
 PAUSED_SECONDS = 600.0
-"""How long paused seeds are waited for once nothing else goes on."""
+"""How long paused seeds are waited for once nothing else continues."""
 
 
 def launches_of(arguments: argparse.Namespace, name: str, seed: int) -> list[LaunchFile]:
@@ -156,7 +156,7 @@ async def begun(
     data: Path,
     arguments: argparse.Namespace,
 ) -> list[ExperimentView]:
-    """Create all experiments, or let those go on that an interrupted command has created."""
+    """Create all experiments, or let those continue that an interrupted command has created."""
     known = {each.name: each.id for each in await client.experiments()} if arguments.go_on else {}
     views: list[ExperimentView] = []
     for launch in launches:

@@ -73,7 +73,7 @@ async def _tried(spec: ExperimentSpec) -> "Trial":
 
 
 def _unpackable(spec: ExperimentSpec) -> list[dict[str, Scalar]]:
-    """Say that a trainer on this machine could not pack the weights, where one could start at all."""
+    """Report that a trainer on this machine could not pack the weights, where one could start at all."""
     with contextlib.suppress(Unavailable):
         check_packages()
         try:

@@ -85,7 +85,7 @@ class Outcome(BaseModel):
     problem: Problem | None
 
     def line(self) -> str:
-        """Say what was trained, or why not."""
+        """Return what was trained, or why not."""
         found = [f"{self.steps} of {self.total_steps} steps" if self.total_steps else "an evaluation"]
         found += [f"{self.tokens_trained} tokens"] if self.tokens_trained else []
         found += [

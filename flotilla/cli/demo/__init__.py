@@ -1,1 +1,1 @@
-"""A recorded run, so that the page can be looked at before there is one."""
+"""A recorded run, so that the page can be examined before there is one."""

@@ -103,7 +103,7 @@ def _own(*, longest: int, micro: int, epochs: int, rate: float) -> tuple[Paramet
 
 
 def _cut(row: Parameter) -> Parameter:
-    """Say of the longest row what the trainer on labels does."""
+    """Return of the longest row what the trainer on labels does."""
     return (
         replace(row, reason="tokens of a row, prompt included; longer ones are cut") if row.name == "--max_len" else row
     )

@@ -129,7 +129,7 @@ def _has_model(command: Command, start: int) -> bool:
 
 
 def _raise_unknown(commands: Sequence[Command]) -> None:
-    """Return what is not known in a command that may be the one that is looked for."""
+    """Return what is not known in a command that may be the one that is searched for."""
     for command in commands:
         if command.problem is not None and any("openrlhf" in word or "$" in word for word in command.words):
             raise command.problem

@@ -211,7 +211,7 @@ def _manage(manager: Tree) -> None:
 
 
 def _environment(source: Source, custom: Tree, manager: Tree, tag: str) -> Fields | None:
-    """Make one environment; None where it is none of ours."""
+    """Make one environment; None where it is none of Flotilla's."""
     kind = custom.get(tag, "env_type")
     is_played = gem.is_played(kind)
     if kind not in CHOICES and not is_played:

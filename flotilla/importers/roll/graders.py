@@ -1,4 +1,4 @@
-"""ROLL's reward workers: a component of ours for the tags of each domain."""
+"""ROLL's reward workers: a Flotilla component for the tags of each domain."""
 
 import re
 from collections.abc import Mapping

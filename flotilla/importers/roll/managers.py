@@ -101,7 +101,7 @@ def _of(name: object) -> Manager:
 
 
 def template(written: str, manager: Manager, values: Mapping[str, str]) -> str | None:
-    """Make a template of ours of one that ``str.format`` fills; None where it has other places, or no observation.
+    """Make a Flotilla template of one that ``str.format`` fills; None where it has other places, or no observation.
 
     Args:
         values: what is known of places.

@@ -99,7 +99,7 @@ def _component(source: Source, each: Any, label: str | None) -> Fields | None:
 
 
 def _asks_for(code: str) -> str:
-    """Say what a function asks for that only a run of TRL's has."""
+    """Return what a function asks for that only a run of TRL's has."""
     for node in ast.walk(ast.parse(code)):
         name = node.arg if isinstance(node, ast.arg) else node.value if isinstance(node, ast.Constant) else None
         if isinstance(name, str) and name in OF_A_RUN:

@@ -224,7 +224,7 @@ def data(source: Source) -> Fields:
 
 
 def prompts_of(code: str) -> str | None:
-    """Say whether code makes prompts as text or as messages, by what it writes beside the key ``prompt``."""
+    """Return whether code makes prompts as text or as messages, by what it writes beside the key ``prompt``."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(code)):
         pairs = zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()

@@ -1,4 +1,4 @@
-"""A tool class of the user's, by verl's protocol: a file beside the spec that makes it a function of ours."""
+"""A tool class of the user's, by verl's protocol: a file beside the spec that makes it a Flotilla function."""
 
 import json
 import re
@@ -166,7 +166,7 @@ def name_in(file: str) -> str | None:
 
 
 def why_no_json(value: object, what: str) -> str | None:
-    """Say why something of a launch file cannot be written into a file of Python; None where it can."""
+    """Return why something of a launch file cannot be written into a file of Python; None where it can."""
     if not isinstance(value, Mapping):
         return f"{what} is no mapping"
     try:
@@ -183,7 +183,7 @@ def needed_by(text: str) -> str | None:
 
 
 def why_not(path: str, schema: object, name: str | None) -> str | None:
-    """Say why a class cannot be played; None where it can."""
+    """Return why a class cannot be played; None where it can."""
     kind = path.rpartition(".")[2]
     if not CLASS.fullmatch(path):
         return f"{path or 'what is no class'} is no class in a module, as package.module.Class"

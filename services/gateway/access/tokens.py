@@ -220,7 +220,7 @@ class Tokens:
         return record
 
     def quota_of(self, whose: str | None) -> Quota:
-        """Find what a token may have, by its name in audit records; None: whoever made it is not known."""
+        """Find what a token may have, by its name in audit records; None: whichever process made it is not known."""
         if whose is None or whose == GATEWAY:
             return UNLIMITED
         for record in self._made.values():

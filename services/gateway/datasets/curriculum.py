@@ -70,7 +70,7 @@ class Curriculum:
         config: the pools.
         num_rows: of the dataset.
         seed: of the order.
-        snapshot: where it goes on.
+        snapshot: where it continues.
         line: groups from which on weights hold, with these, oldest first; the first is group 0.
     """
 

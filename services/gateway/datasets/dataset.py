@@ -2,7 +2,7 @@
 
 Group ``g`` answers row ``order(epoch)[g mod N]`` of epoch ``g div N``; of several weighted sources, the one whose turn
 it is does so with the groups that it has had. The order depends on seed, epoch and the number of rows alone, so the
-cursor of a dataset is the group id: a restarted gateway goes on exactly where it was, and there is no state to lose.
+cursor of a dataset is the group id: a restarted gateway continues exactly where it was, and there is no state to lose.
 """
 
 from collections.abc import Sequence

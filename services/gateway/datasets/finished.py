@@ -123,7 +123,7 @@ def is_desirable(values: Mapping[str, Any], job: KtoConfig, row: int) -> bool:
 
 
 def balance_of(dataset: Dataset, job: KtoConfig) -> str:
-    """Say how many rows have which label, and which weights would balance them, where these do not."""
+    """Return how many rows have which label, and which weights would balance them, where these do not."""
     desirable = sum(is_desirable(values, job, number) for number, values in enumerate(dataset.rows))
     undesirable = len(dataset.rows) - desirable
     said = f"data: {desirable} rows are desirable, {undesirable} undesirable"

@@ -239,7 +239,7 @@ def bounded_glob(pattern: str, *, max_entries: int = MAX_ENTRIES) -> Iterator[st
     Links to folders are followed by name, but not by ``**``.
 
     Raises:
-        DataError: more entries than that had to be looked at.
+        DataError: more entries than that had to be examined.
         OSError: a folder cannot be listed.
         ValueError: ``**`` is not all of a part.
     """
@@ -309,7 +309,7 @@ def files_of(rows: RowsConfig, places: Places | None = None) -> list[str]:
         At least one local path or URL, in a fixed order.
 
     Raises:
-        DataError: there is none; the detail says where it was looked for.
+        DataError: there is none; the detail says where it was searched for.
     """
     if rows.hub is not None:
         return _hub_files(rows)
@@ -363,7 +363,7 @@ def _check_place(path: str, places: Places) -> None:
         if places.check_protocol(path) in WEB and (not is_data_file(path) or "*" in path):
             raise DataError(f"{path}: folders and patterns cannot be listed over the web, name a file", path=path)
         return
-    # Where a pattern begins: each file that it matches is looked at when it is opened.
+    # Where a pattern begins: each file that it matches is examined when it is opened.
     parts = takewhile(lambda part: not any(sign in part for sign in "*?["), Path(path).parts)
     places.check_file(str(Path(*parts)))
 

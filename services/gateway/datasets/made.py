@@ -2,7 +2,7 @@
 
 Groups of a dump are trained as they were kept: the same tokens, log-probabilities, rewards and task.
 What is new is the id, which counts the groups that this experiment has issued, and so the place in the dump: a
-restarted gateway goes on exactly where it was. ``metadata`` says which group of which file it was.
+restarted gateway continues exactly where it was. ``metadata`` says which group of which file it was.
 
 The trainer asks for the held-out rows of an experiment on finished answers, and computes their loss.
 """

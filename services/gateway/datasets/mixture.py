@@ -74,7 +74,7 @@ class Mixture:
 
 
 class ChangedMixture:
-    """Turns of several sources whose weights were changed: each source goes on with its next row.
+    """Turns of several sources whose weights were changed: each source continues with its next row.
 
     Args:
         line: groups from which on weights hold, with these, oldest first; the first is group 0.

@@ -1,7 +1,7 @@
 """What agents from outside ask of the gateway: an episode, its end, a reward that comes later.
 
 The gateway holds nothing of an episode: its id names its experiment and the rollout that holds it, its key is a pass
-that the gateway signs. So it keeps no table of them, and a gateway that restarts goes on where the one before was.
+that the gateway signs. So it keeps no table of them, and a gateway that restarts continues where the one before was.
 """
 
 import asyncio

@@ -90,7 +90,8 @@ ADMISSION_WAIT: Final = "admission/wait_seconds"
 class AdmissionWait:
     """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
 
-    Kept in the store every second: the next gateway goes on with it. The time between two gateways counts with neither.
+    Kept in the store every second: the next gateway continues with it. The time between two gateways counts with
+    neither.
 
     Attributes:
         total_seconds: over all versions since this gateway began.
@@ -128,7 +129,7 @@ class AdmissionWait:
         return {"version": self._version, "seconds": self._seconds}
 
     def restore(self, window: Mapping[str, Any]) -> None:
-        """Go on where an earlier gateway was, unless this has begun."""
+        """Continue where an earlier gateway was, unless this has begun."""
         if self._version is None and window:
             self._version, self._seconds = window["version"], window["seconds"]
 

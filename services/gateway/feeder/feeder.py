@@ -137,7 +137,7 @@ class Feeder:
                 if changed.done():
                     self._spare = 0, -math.inf
                 if ended.done() and not changed.done():
-                    # Many end at once: they are looked at together.
+                    # Many end at once: they are examined together.
                     await wait_for_any(max(0.0, began + BLOCKED_SECONDS - self._clock.monotonic()), changed)
             else:
                 await asyncio.sleep(0)
@@ -238,7 +238,7 @@ class Feeder:
         return BLOCKED_SECONDS
 
     def _pause_after(self, count: int, room: int, left: int) -> float:
-        """Say how long to wait after so many groups were issued of those that were admitted, and of those left."""
+        """Return how long to wait after so many groups were issued of those that were admitted, and of those left."""
         if not count:
             return BLOCKED_SECONDS
         if count < room or self._experiment.spec.asynchrony.redundant_groups:
@@ -249,7 +249,7 @@ class Feeder:
         return self._blocked_seconds()
 
     def _blocked_seconds(self) -> float:
-        """Say how long to wait for room. Where it depends on more than groups that end, nobody tells of it."""
+        """Return how long to wait for room. Where it depends on more than groups that end, nobody tells of it."""
         spec = self._experiment.spec
         depends = self._finished is not None or spec.asynchrony.redundant_groups or spec.shares_devices
         return TOLD_SECONDS if self._is_told and not depends else BLOCKED_SECONDS

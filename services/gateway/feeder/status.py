@@ -1,4 +1,4 @@
-"""What the feeder of one experiment knows at any time. In memory: a restarted task goes on with it."""
+"""What the feeder of one experiment knows at any time. In memory: a restarted task continues with it."""
 
 from bisect import bisect_right
 from collections import deque

@@ -103,7 +103,7 @@ class ExperimentCommands:
         return await self._create(validate_spec(await read_document(body)), start=start)
 
     async def fork(self, experiment_id: str, request: ForkRequest, *, start: bool) -> Experiment:
-        """Create an experiment that goes on from a checkpoint of another, perhaps with other settings.
+        """Create an experiment that continues from a checkpoint of another, perhaps with other settings.
 
         Raises:
             NotFound: there is no such experiment.
@@ -205,7 +205,7 @@ class ExperimentCommands:
         return await asyncio.to_thread(origins.find, path, step, path.parent)
 
     def places_of(self, owner: str | None) -> Places:
-        """Say where the files may be that a spec of an owner leads to."""
+        """Return where the files may be that a spec of an owner leads to."""
         if owner is None:
             return self._places
         find = partial(owner_of, self._repository)
@@ -262,7 +262,7 @@ class ExperimentCommands:
         return experiment
 
     async def extend(self, experiment_id: str, steps: int) -> Experiment:
-        """Let an experiment train more steps; one that has ended goes on from its newest checkpoint.
+        """Let an experiment train more steps; one that has ended continues from its newest checkpoint.
 
         Raises:
             InvalidSpec: it has as many steps already.
@@ -294,7 +294,7 @@ class ExperimentCommands:
 
     @contextlib.contextmanager
     def _begins(self, experiment: Experiment, action: Action) -> Iterator[None]:
-        """Keep what an experiment goes on from while that is looked at, until its start is stored.
+        """Keep what an experiment continues from while that is examined, until its start is stored.
 
         Raises:
             ActionNotAllowed: an experiment that has ended, or what it left, is being deleted.
@@ -341,7 +341,7 @@ class ExperimentCommands:
         if before.is_final:
             if experiment.record.final_ledger is None:
                 raise ActionNotAllowed(f"cannot {action} {experiment.id} yet: its services are still coming to rest")
-            # What the end left is undone; the trainer goes on from its newest checkpoint.
+            # What the end left is undone; the trainer continues from its newest checkpoint.
             changes |= {"outcome": None, "problem": None, "final_ledger": None, "is_trained": False}
             self._on_restart(change, experiment)
         if action is Action.STOP:
@@ -449,12 +449,12 @@ class ExperimentCommands:
             self._stage_state(change, experiment, state, **changes)
 
     async def fail(self, experiment: Experiment, component: str, cause: str) -> None:
-        """End an experiment that cannot go on, with the component and the cause."""
+        """End an experiment that cannot continue, with the component and the cause."""
         async with self._repository.transaction() as change:
             self.stage_failure(change, experiment, component, cause)
 
     def stage_failure(self, change: Transaction, experiment: Experiment, component: str, cause: str) -> None:
-        """End an experiment that cannot go on, with the component and the cause."""
+        """End an experiment that cannot continue, with the component and the cause."""
         state = change.staged(experiment, experiment.record).state
         if after_event(state, LifecycleEvent.BROKEN) is state:
             return

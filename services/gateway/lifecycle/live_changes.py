@@ -120,7 +120,7 @@ class LiveChanges:
         Those that come later are chosen by it: see ``Demand.hearers``.
 
         Raises:
-            InvalidSpec: one is of an earlier release, which would go on with the former values, in silence.
+            InvalidSpec: one is of an earlier release, which would continue with the former values, in silence.
         """
         applied: dict[ServiceKind, list[str]] = {}
         for effect, keys in by_effect.items():
@@ -168,7 +168,7 @@ class LiveChanges:
         """Take over what a checkpoint was trained with, and a database that came back older does not know.
 
         The trainer's word is worth no more than a person's ``changed``. What goes beyond that is told of in an event
-        and left out, all of it: the takeover goes on.
+        and left out, all of it: the takeover continues.
         """
         known = experiment.steering.changes
         try:

@@ -1,4 +1,4 @@
-"""Where an experiment begins that goes on from a checkpoint of another: found, checked, and made its own.
+"""Where an experiment begins that continues from a checkpoint of another: found, checked, and made its own.
 
 The files get a second name in the new experiment's directory (a hard link; a copy on another disk), so that nothing
 that becomes of the older experiment touches the new one. From then on it is an experiment that comes back from its
@@ -291,7 +291,7 @@ def take(
 
 
 def stage_rows(change: Transaction, experiment_id: str, stored: StoredCheckpoint, spec: ExperimentSpec) -> None:
-    """Let an experiment go on with what a checkpoint knows of the rows of its curriculum, if they are the same rows."""
+    """Take over a checkpoint's curriculum statistics, if the experiment has the same rows."""
     before = {**(stored.state.spec.get("data") or {}), "curriculum": None}
     now = {**spec.data.model_dump(mode="json"), "curriculum": None}
     if stored.state.curriculum and spec.data.curriculum is not None and before == now:

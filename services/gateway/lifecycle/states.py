@@ -37,7 +37,7 @@ class LifecycleEvent(StrEnum):
     QUIET = "quiet"
     """No service works for it any more, and nothing is outstanding."""
     BROKEN = "broken"
-    """A component cannot go on."""
+    """A component cannot continue."""
 
 
 ACTIONS: Final[dict[State, dict[Action, State | None]]] = {

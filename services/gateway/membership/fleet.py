@@ -4,7 +4,7 @@ A status call first records the observation, then waits until the service's desi
 acknowledged. Whoever changes something that matters to a service fires its signal; nothing is polled.
 
 Where a service reports and waits at the same time, what its report has changed is the answer to the report, and the
-call that waits goes on waiting: it would say the same.
+call that waits keeps waiting: it would say the same.
 """
 
 import asyncio
@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 
 
 WatchCaller = Callable[[], asyncio.Future[Any]]
-"""Begins to watch for a caller's connection to break, which ends the future; whoever made it ends the watch."""
+"""Begins to watch for a caller's connection to break, which ends the future; whichever process made it ends the
+watch."""
 
 HANDED_OVER_GAUGES = ("groups_handed_over", "tokens_handed_over")
 """What of a rollout's load is worth keeping when it leaves."""
@@ -322,7 +323,7 @@ class Fleet:
             await self._events.append(experiment.id, "service_recovers", **facts)
 
     async def drain(self, service_id: str, notice_seconds: float = DRAIN_NOTICE_SECONDS) -> LiveService:
-        """Let a service finish what it has in hand within a notice, and leave.
+        """Let a service finish the work it has in progress within a notice, and leave.
 
         Raises:
             NotFound: it is not registered.
@@ -366,7 +367,7 @@ class Fleet:
             self._stage_departure(change, service, service.experiment_id, reason)
 
     async def ask_to_leave(self, service: LiveService, reason: str, notice_seconds: float) -> None:
-        """Let a service finish what it has in hand for its experiment, and take nothing new for it.
+        """Let a service finish the work it has in progress for its experiment, and take nothing new for it.
 
         What a rollout cannot finish within the notice it hands over, with the tokens that it has.
         """

@@ -47,7 +47,7 @@ class CutOff:
 
 
 class Returning:
-    """Remembers those that were given up, by their incarnation, and lets them go on.
+    """Remembers those that were given up, by their incarnation, and lets them continue.
 
     Attributes:
         num_assigned: how many got their work back.
@@ -62,7 +62,7 @@ class Returning:
         self.num_assigned = 0
 
     async def load(self) -> None:
-        """Read who was given up by an earlier process; their silence went on while no gateway ran."""
+        """Read who was given up by an earlier process; their silence continued while no gateway ran."""
         for record in await self._store.services():
             if record.silent_since is not None:
                 silent = max(0.0, self._clock.now() - record.silent_since)
@@ -85,7 +85,7 @@ class Returning:
         change.then(lambda: self._cut_off.update({record.incarnation: cut_off}))
 
     def stage_forgetting(self, change: Transaction, experiment_id: str) -> None:
-        """Let nobody go on with an experiment that has ended and starts again, from its newest checkpoint."""
+        """Let nobody continue with an experiment that has ended and starts again, from its newest checkpoint."""
         self._stage_forgetting(change, lambda each: each.record.experiment_id == experiment_id)
 
     def _stage_forgetting(self, change: Transaction, is_meant: Callable[[CutOff], bool]) -> None:
@@ -139,14 +139,14 @@ class Returning:
         return service
 
     def _is_free(self, service: LiveService, found: CutOff) -> bool:
-        """Whether nobody has its place, so that it may go on as if it had never been away."""
+        """Whether nobody has its place, so that it may continue as if it had never been away."""
         experiment = self._repository.find(found.record.experiment_id)
         if experiment is None or not experiment.is_active or found.record.is_draining:
             return False
         if service.kind in experiment.steering.hearers and not service.capabilities.live_changes:
             return False  # the experiment was changed meanwhile, and an earlier release would not hear of it
         if service.kind is ServiceKind.TRAINER:
-            # Another trainer has had a later epoch, or this one's job has ended: then it begins anew.
+            # Another trainer has had a later epoch, or this one's job has ended: then it begins again.
             is_last = found.record.trainer_epoch == experiment.record.trainer_epoch
             if not is_last or self._registry.trainer_of(experiment.id) is not None:
                 return False

@@ -14,7 +14,7 @@ def speaking_trainer(
     An operator speaks for whichever is assigned, and a reader, where one is let in at all, for none in particular.
 
     Args:
-        who: of the request's token; that it is bound to this experiment was looked at before.
+        who: of the request's token; that it is bound to this experiment was examined before.
 
     Returns:
         The service's id; None where no trainer is assigned.

@@ -1,4 +1,4 @@
-"""Training jobs on several hosts: who is which node, and the end of jobs that cannot go on.
+"""Training jobs on several hosts: who is which node, and the end of jobs that cannot continue.
 
 Training jobs on several hosts: which service is which node, and when a job is over. Pure.
 

@@ -205,7 +205,7 @@ def _evidence(looks: Sequence[Look], steps: Sequence[StepTimes], budget: int) ->
 
 
 def _at(ledger: Ledger, hop: HopName) -> int:
-    """Count the groups that a hop has before it or in hand."""
+    """Count the groups that a hop has before it or in progress."""
     return int(getattr(ledger.waiting, hop.value) + getattr(ledger.claimed, hop.value))
 
 

@@ -1,6 +1,6 @@
 """Where the conditions of rules stand, by the points of the series that they watch.
 
-Each point is looked at once, when it comes: a long run costs no more at its end than at its beginning. An earlier step
+Each point is examined once, when it comes: a long run costs no more at its end than at its beginning. An earlier step
 that comes again tells that the steps since were lost, such as with a checkpoint: patience begins again there.
 """
 
@@ -58,7 +58,7 @@ class Watch:
         return len(self._waiting) >= MOST_WAITING
 
     def resume(self, num_fired: int, since_step: int) -> None:
-        """Go on from what is stored of the rule, where it has acted more often than was known."""
+        """Continue from what is stored of the rule, where it has acted more often than was known."""
         if num_fired > self.num_fired:
             self.num_fired, self.since_step, self._best = num_fired, since_step, None
             self._begin_again()

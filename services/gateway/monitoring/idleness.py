@@ -50,7 +50,7 @@ class Idleness:
         }
 
     def restore(self, window: Mapping[str, Any]) -> None:
-        """Go on where an earlier gateway was, once and before anything is recorded."""
+        """Continue where an earlier gateway was, once and before anything is recorded."""
         if self.is_restored:
             return
         self.is_restored = True

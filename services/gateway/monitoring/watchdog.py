@@ -39,7 +39,7 @@ SCHEDULER = "scheduler"
 
 
 def pauses(chance: random.Random) -> Iterator[float]:
-    """Draw pauses in seconds, ``POLL_SECONDS`` in the mean and at most a half longer or shorter, without end."""
+    """Draw pauses in seconds, ``POLL_SECONDS`` on average and at most a half longer or shorter, without end."""
     while True:
         yield chance.uniform(0.5, 1.5) * POLL_SECONDS
 
@@ -84,7 +84,7 @@ class Watchdog:
         """How long nothing is known to have happened before the first look.
 
         A stall that an earlier process named lasts until there is progress. Else the record's last change counts, but
-        for a third of the patience this one looks for itself: much goes on that no record tells.
+        for a third of the patience this one looks for itself: much continues that no record tells.
         """
         known = self._experiment.record.problem
         if known is not None and known["component"] != SCHEDULER:

@@ -80,7 +80,7 @@ class Durations:
         self._newest: dict[str, Members] = {}
 
     async def load(self, experiment_id: str) -> None:
-        """Go on with what an earlier gateway had open."""
+        """Continue with what an earlier gateway had open."""
         window = await self._store.window(experiment_id, WINDOW)
         if not window:
             return

@@ -384,7 +384,7 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
 
 
 def _left(state: Negotiation, epoch: Epoch, gone: set[str], reason: str) -> Negotiation:
-    """Go on in an epoch without some members, where nothing has to be sent again for it."""
+    """Continue in an epoch without some members, where nothing has to be sent again for it."""
     joined, received = state.joined - gone, state.received - gone
     left = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
     left = replace(left, relays=state.relays.without(gone))
@@ -463,7 +463,7 @@ def newest_of(records: Sequence[PublicationRecord]) -> PublicationRecord:
     """Find what was announced last, among one record or more: the one that is open, else that of the last epoch.
 
     Epochs are numbered in the order of time, and within one the versions grow; the wall clock may go back, and so may
-    versions, when a trainer goes on from an earlier checkpoint.
+    versions, when a trainer continues from an earlier checkpoint.
     """
     return max(records, key=lambda record: (record.ended_at is None, record.epoch, record.version))
 

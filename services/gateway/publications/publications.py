@@ -340,7 +340,7 @@ class Publications:
     def stage_close(self, change: Transaction, experiment_id: str, reason: str) -> None:
         """Abort what is open and forget the epoch: the experiment ends."""
         self.stage(change, experiment_id, SenderGone(reason))
-        # The checksum stays: one that failed goes on with its version when it is resumed.
+        # The checksum stays: one that failed continues with its version when it is resumed.
         change.then(lambda: self._epochs.pop(experiment_id, None))
         self.durations.stage_close(change, experiment_id)
 

@@ -9,7 +9,7 @@ among them that fetches it.
     under way   it is in the group, or was given a source, and has not received the version
     received    it passes the version on, unless it has mapped it
 
-A member whose source breaks off goes on with the sender by itself. Where nobody is left that could pass it on, the
+A member whose source breaks off continues with the sender by itself. Where nobody is left that could pass it on, the
 sender does.
 """
 
@@ -102,7 +102,7 @@ class Relays:
         return self.waves > 0
 
     def received(self, name: str) -> Self:
-        """Go on when a member has received the version, for the first time."""
+        """Continue when a member has received the version, for the first time."""
         if not self.is_used:
             return self
         source = self.sources.get(name)
@@ -125,7 +125,7 @@ class Relays:
         )._fed()
 
     def without(self, gone: Collection[str]) -> Self:
-        """Go on without some members; the next of a host fetches the version in the place of the one that did."""
+        """Continue without some members; the next of a host fetches the version in the place of the one that did."""
         if not self.is_used or not gone:
             return self
         waiting = tuple(each for each in self.waiting if each not in gone)

@@ -48,7 +48,7 @@ class Takeovers:
         self._events = events
 
     async def decide(self, experiment_id: str, service_id: str | None, request: TakeoverRequest) -> TakeoverAnswer:
-        """Decide which versions the lineage has that a trainer service goes on with.
+        """Decide which versions the lineage has that a trainer service continues with.
 
         Raises:
             Conflict: the experiment is not active, or the service is not its trainer.

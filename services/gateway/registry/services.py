@@ -177,7 +177,7 @@ class Registry:
         self._trainers: dict[str, dict[str, LiveService]] = {}
 
     async def load(self) -> None:
-        """Load the services of an earlier process, under a grace lease; a notice goes on while no gateway runs."""
+        """Load the services of an earlier process, under a grace lease; a notice continues while no gateway runs."""
         records, now = await self._store.services(), self._clock.monotonic()
         for record in records:
             self._last_number = max(self._last_number, record.number)
@@ -415,7 +415,7 @@ class Registry:
         return [self._assigned, self._trainers] if service.kind is ServiceKind.TRAINER else [self._assigned]
 
     def stage_drain(self, change: Transaction, service: LiveService, notice_seconds: float) -> None:
-        """Let it finish what it has in hand and take nothing new, ever."""
+        """Let it finish the work it has in progress and take nothing new, ever."""
         notice = self.notice(DRAINED, notice_seconds)
         record = replace(change.staged(service, service.record), is_draining=True, notice_ends_at=notice.until)
 
@@ -481,7 +481,7 @@ TOLD_SECONDS = (1, 2, 5, 10, 15, 20, 30, 45, 60, 120, 300)
 
 
 def no_contact(record: ServiceRecord, seconds: float) -> str:
-    """Say that a service's host is silent, such as ``no contact with 10.0.0.3 (rollout-1a2b3c4d) for 10 s``."""
+    """Report that a service's host is silent, such as ``no contact with 10.0.0.3 (rollout-1a2b3c4d) for 10 s``."""
     return f"no contact with {host_of(record)} for {told(seconds)} s"
 
 

@@ -52,7 +52,7 @@ def next_shift(shift: int, trainer: Reports, rollouts: Reports, need: Need) -> i
     """Find the shift that should be: this one, or the next."""
     known = max([shift, *(each.shift for each in (*trainer.values(), *rollouts.values()) if each is not None)])
     if known > shift:
-        # The database came back older than the services: what they follow goes on.
+        # The database came back older than the services: what they follow continues.
         return known
     is_wanted = wants(shift, trainer.values())
     if holder_of(shift) is ServiceKind.TRAINER:

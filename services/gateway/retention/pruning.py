@@ -1,6 +1,6 @@
 """Deletes what finished experiments left once its time is over, or says what would go.
 
-Each part is looked at again before it goes: an experiment may have been resumed, or another begun from it. While a
+Each part is examined again before it goes: an experiment may have been resumed, or another begun from it. While a
 part goes its experiment cannot start. Files go before the record, so what a crash leaves is found at the next look.
 
 Links are never followed; all calls on files block.
@@ -223,7 +223,7 @@ class Retainer:
 
 
 def _left_by(experiments: Iterable[Experiment]) -> tuple[list[Left], list[PrunedPart]]:
-    """Find what each left; one that cannot be looked through is kept, with the reason, and the others go on."""
+    """Find what each left; one that cannot be looked through is kept, with the reason, and the others continue."""
     left, kept = [], []
     for each in experiments:
         ended_at = each.record.updated_at

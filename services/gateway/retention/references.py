@@ -16,10 +16,11 @@ from flotilla.shared.schemas.retention import Part
 FOLDERS: Mapping[str, Part] = {CHECKPOINTS: Part.CHECKPOINTS, SAMPLES: Part.SAMPLES}
 """Folders of an experiment's directory that are a part of their own; all else but ``KEPT`` are its logs."""
 KEPT: Final = frozenset({"receipts", "unsent_metrics.jsonl"})
-"""In an experiment's directory: signed receipts, and metrics that the trainer sends once it goes on. They go with the
+"""In an experiment's directory: signed receipts, and metrics that the trainer sends once it continues. They go with the
 run alone."""
 OF_PLACES: Mapping[str, Part] = {"dump": Part.SAMPLES, "resume_from": Part.CHECKPOINTS}
-"""What is looked for in a folder above experiments, by the last part of the key; other keys may mean anything there."""
+"""What is searched for in a folder above experiments, by the last part of the key; other keys may mean anything
+there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ async def files(experiment_id: str, step: int, gateway: Gateway) -> CheckpointFi
 
 @router.get("/checkpoints/{step}/files/{name:path}", response_class=FileResponse)
 async def file(experiment_id: str, step: int, name: str, gateway: Gateway) -> FileResponse:
-    """Send one of them; a ``Range`` is honoured, so a download can go on where it broke off.
+    """Send one of them; a ``Range`` is honoured, so a download can continue where it broke off.
 
     Raises:
         NotFound: there is no such experiment, checkpoint or file.

@@ -182,7 +182,7 @@ async def start(experiment_id: str, gateway: Gateway) -> ExperimentView:
 
 @router.post("/{experiment_id}/pause")
 async def pause(experiment_id: str, gateway: Gateway) -> ExperimentView:
-    """Let services finish what they have in hand and wait; nothing is issued.
+    """Let services finish the work they have in progress and wait; nothing is issued.
 
     Raises:
         ActionNotAllowed: it does not run.
@@ -192,7 +192,7 @@ async def pause(experiment_id: str, gateway: Gateway) -> ExperimentView:
 
 @router.post("/{experiment_id}/resume")
 async def resume(experiment_id: str, gateway: Gateway) -> ExperimentView:
-    """Go on after a pause; or from the newest checkpoint after a stop, or a failure whose cause is removed.
+    """Continue after a pause; or from the newest checkpoint after a stop, or a failure whose cause is removed.
 
     Raises:
         ActionNotAllowed: it is not paused, stopped or failed, its services have not come to rest yet, or its
@@ -215,7 +215,7 @@ async def stop(experiment_id: str, gateway: Gateway) -> ExperimentView:
 
 @router.post("/{experiment_id}/extend")
 async def extend(experiment_id: str, request: ExtendRequest, gateway: Gateway) -> ExperimentView:
-    """Raise its steps; one that has ended goes on from its newest checkpoint.
+    """Raise its steps; one that has ended continues from its newest checkpoint.
 
     Raises:
         InvalidSpec: it has as many steps already.
@@ -233,7 +233,7 @@ async def fork(
     gateway: Gateway,
     start: Annotated[bool, Query(description="start it at once")] = True,
 ) -> ExperimentView:
-    """Create an experiment that goes on from a checkpoint of this one, perhaps with other settings.
+    """Create an experiment that continues from a checkpoint of this one, perhaps with other settings.
 
     Raises:
         NotFound: there is no such experiment.

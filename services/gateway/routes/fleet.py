@@ -21,7 +21,7 @@ ANOTHERS = "another owner's experiment"
 
 
 def may_see(service: LiveService, caller: Principal, gateway: GatewayState) -> bool:
-    """Whether a caller may see a service: what it works for, and has not yet let go of, is theirs."""
+    """Whether a caller may see a service: what it works for, and has not yet released, is theirs."""
     if caller.owner is None:
         return True
     works_for = {service.experiment_id, service.observed.experiment_id} - {None}

@@ -70,7 +70,7 @@ async def checked(service_id: str, report: CheckReport, gateway: Gateway) -> Non
 
 @router.post("/{service_id}/drain")
 async def drain(service_id: str, gateway: Gateway, request: DrainRequest = DEFAULT_NOTICE) -> ServiceView:
-    """Let a service finish what it has in hand within a notice, hand the rest over, and leave.
+    """Let a service finish the work it has in progress within a notice, hand the rest over, and leave.
 
     Raises:
         NotFound: it is not registered.

@@ -11,7 +11,7 @@ router = APIRouter(prefix="/experiments/{experiment_id}/takeovers", tags=["publi
 
 @router.post("")
 async def take_over(experiment_id: str, request: TakeoverRequest, trainer: Trainer, gateway: Gateway) -> TakeoverAnswer:
-    """Decide what a trainer goes on with: which versions its lineage has, and which are lost.
+    """Decide what a trainer continues with: which versions its lineage has, and which are lost.
 
     Raises:
         Conflict: the experiment is not active, or has no trainer.

@@ -66,7 +66,7 @@ Text = Annotated[str, Query(max_length=200)]
 
 @router.get("/healthz")
 async def healthz(tinker: Served) -> dict[str, str]:
-    """Say that the API is served."""
+    """Report that the API is served."""
     return {"status": "ok"}
 
 
@@ -132,7 +132,7 @@ async def create_model(body: CreateModel, tinker: Served, caller: Caller, gatewa
 
 @router.post("/get_info")
 async def get_info(body: OfModel, tinker: Served, caller: Caller) -> dict[str, object]:
-    """Tell what a model is."""
+    """Return what a model is."""
     model = await tinker.model(caller, body.model_id)
     return {
         "type": "get_info",
@@ -188,7 +188,7 @@ async def save_weights_external(body: SaveExternal, tinker: Served, caller: Call
 
 @router.post("/load_weights")
 async def load_weights(body: LoadWeights, tinker: Served, caller: Caller, gateway: Gateway) -> dict[str, str]:
-    """Go on from what was saved."""
+    """Continue from what was saved."""
     request = await tinker.load(caller, body)
     if request.seq == 0:
         await _record_creation(gateway, request.model_id, path=body.path, optimizer=body.optimizer)
@@ -206,7 +206,7 @@ async def create_sampling_session(body: CreateSampler, tinker: Served, caller: C
 
 @router.get("/samplers/{sampler_id}")
 async def sampler(sampler_id: str, tinker: Served, caller: Caller) -> dict[str, str | None]:
-    """Tell what a sampling session samples from."""
+    """Return what a sampling session samples from."""
     found = await tinker.sampler(caller, sampler_id)
     return {"sampler_id": sampler_id, "base_model": tinker.base_model, "model_path": found.path}
 
@@ -234,7 +234,7 @@ async def retrieve_future(request: Request, body: Retrieve, tinker: Served, call
 
 @router.get("/sequences/{sequence_id}")
 async def sequence(sequence_id: str, tinker: Served, caller: Caller) -> TinkerSequence:
-    """Tell which weights sampled each token of a sequence. Ours alone."""
+    """Return which weights sampled each token of a sequence. Ours alone."""
     runs = [TinkerRun.model_validate(each.model_dump()) for each in await tinker.sampled(caller, sequence_id)]
     return TinkerSequence(sequence_id=sequence_id, base_model=tinker.base_model, runs=tuple(runs))
 
@@ -247,7 +247,7 @@ async def ledger(tinker: Served, caller: Caller) -> TinkerLedgers:
 
 @router.post("/weights_info")
 async def weights_info(body: WeightsInfo, tinker: Served, caller: Caller) -> dict[str, object]:
-    """Tell what a saved model is."""
+    """Return what a saved model is."""
     saved = await asyncio.to_thread(tinker.saved.read, caller, SavedPath.read(body.tinker_path))
     facts: dict[str, object] = {"base_model": tinker.base_model, "is_lora": saved.lora is not None}
     lora = saved.lora
@@ -272,7 +272,7 @@ async def training_runs(
 
 @router.get("/training_runs/{run}")
 async def training_run(run: str, tinker: Served, caller: Caller) -> dict[str, object]:
-    """Tell what a model is."""
+    """Return what a model is."""
     await tinker.model(caller, run)
     _, found = await tinker.runs(caller, model_id=run)
     return (await asyncio.to_thread(_runs, tinker, found))[0]
@@ -358,7 +358,7 @@ async def delete(run: str, kind: Kind, name: str, tinker: Served, caller: Caller
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204)
 async def set_ttl(run: str, kind: Kind, name: str, body: Ttl, tinker: Served, caller: Caller, gateway: Gateway) -> None:
-    """Say how long it is kept."""
+    """Return how long it is kept."""
     expires = None if body.ttl_seconds is None else gateway.clock.now() + body.ttl_seconds
     await asyncio.to_thread(tinker.saved.change, caller, SavedPath(run, kind, name), expires=expires)
     await _record(gateway, run, "date_checkpoint", name=f"{kind}/{name}", ttl_seconds=body.ttl_seconds)

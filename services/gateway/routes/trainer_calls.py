@@ -2,12 +2,12 @@
 
 A step is reported, and its version announced and watched, by calls whose work takes less than the framework's routing,
 dependencies and responses around it. Ordinary ones are answered here, behind the same guard as every other, by the same
-functions as of the routes; one that is not (another content type, a body or query that is not valid) goes on to the
+functions as of the routes; one that is not (another content type, a body or query that is not valid) continues to the
 route, which says what is wrong.
 
 Every service makes the status call all the time, and one change of an experiment is answered to all of its services at
 once: with a thousand of them, what one call costs is what the last of them waits for. The framework's routing,
-dependencies and responses are most of that cost. An unusual one goes on to the route of ``routes/services.py``, which
+dependencies and responses are most of that cost. An unusual one continues to the route of ``routes/services.py``, which
 does the same and says what is wrong.
 """
 

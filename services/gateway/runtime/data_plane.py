@@ -3,7 +3,7 @@
 A gateway that has been deposed is kept from it: one that was stopped, and wakes, changes nothing there.
 Each connection of a gateway with standbys has a name, and is used only once it has seen that its gateway leads. Who
 takes over writes its own mark first, and then ends the connections of all others: what one of them sends afterwards
-reaches nobody, and one that it makes anew finds the other mark.
+reaches nobody, and one that it makes again finds the other mark.
 """
 
 import asyncio

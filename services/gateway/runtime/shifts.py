@@ -3,9 +3,9 @@
 With ``resources.lending`` only lent rollouts are on the trainer's devices. What it waits for does not depend on them:
 they get the devices where it pays and tasks wait for somebody, and give them back as soon as the trainer needs them.
 
-The number of the shift is in the experiment's record, so that a gateway that restarts goes on with it; everything else
-is read again at each look. A holder that dies, hangs or is taken away ends no shift by itself: its place is empty then,
-and what the others need decides.
+The number of the shift is in the experiment's record, so that a gateway that restarts continues with it; everything
+else is read again at each look. A holder that dies, hangs or is taken away ends no shift by itself: its place is empty
+then, and what the others need decides.
 """
 
 import logging
@@ -104,7 +104,7 @@ class Shifts:
         return Need(self._has_work(), is_pinned, is_publishing, waited_seconds)
 
     def _need_of_lent(self, rollouts: Reports, waited_seconds: float) -> Need:
-        """Say what speaks for lending; the trainer has its devices back at once in any case."""
+        """Return what speaks for lending; the trainer has its devices back at once in any case."""
         experiment = self._experiment
         return Need(
             bool(rollouts) and (self._lacks_engine(rollouts) or self._pays()),

@@ -53,7 +53,7 @@ class Demand:
             can.
         needs: the GPUs that services of a kind must have.
         shares_devices: trainer and rollouts take turns on the same ones.
-        hearers: kinds whose services have to take changes while they work; those of an earlier release would go on
+        hearers: kinds whose services have to take changes while they work; those of an earlier release would continue
             with what the spec was before, and say nothing.
     """
 

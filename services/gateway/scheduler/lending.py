@@ -45,7 +45,7 @@ class LentDevices:
         return replace(placement, assigned=assigned, leaving=leaving)
 
     def told(self, experiment: Experiment) -> str | None:
-        """Say whether an experiment's devices are lent now, and why; None where its spec does not let them be."""
+        """Return whether an experiment's devices are lent now, and why; None where its spec does not let them be."""
         if experiment.spec.resources.lending is None:
             return None
         lent = [each for each in self._registry.of(experiment.id, ServiceKind.ROLLOUT) if each.is_lent]

@@ -1,7 +1,7 @@
 """Quotas at work: carries out what the placement decides, and shows which service works for which experiment.
 
-A service that an experiment gives up is asked to leave first: it takes nothing new and finishes what it has in hand,
-until it says that it is done or its notice is over. Only then is it released, and given to another.
+A service that an experiment gives up is asked to leave first: it takes nothing new and finishes the work it has in
+progress, until it says that it is done or its notice is over. Only then is it released, and given to another.
 """
 
 import logging
@@ -42,7 +42,7 @@ def why_waiting(
 
     Returns:
         Such as ``waiting for 1 rollout, which other-1a2b3c gives back``, or ``waiting for 1 trainer to register or to
-        fall free: other-1a2b3c has 1 trainer``, also where that one ends and has not let go of it.
+        fall free: other-1a2b3c has 1 trainer``, also where that one ends and has not released it.
     """
     lacking = placement.lacking.get(experiment_id)
     if lacking:
@@ -58,7 +58,7 @@ def why_waiting(
 
 
 def why_below_floor(demand: Demand, candidates: Sequence[Candidate]) -> str | None:
-    """Say how many rollouts an experiment that was placed lacks of its floor of on-demand ones; None if none."""
+    """Return how many rollouts an experiment that was placed lacks of its floor of on-demand ones; None if none."""
     floor = demand.floor_of(Kind.ROLLOUT)
     mine = [each for each in candidates if each.kind is Kind.ROLLOUT and each.experiment_id == demand.experiment_id]
     has = len(demand.kept_of(Kind.ROLLOUT, mine))

@@ -95,7 +95,7 @@ class Store(DeliveryStore, SeriesStore, Protocol):
 
         Args:
             live_at: the version that is served: only this one, those that are open, and the last of the highest epoch,
-                with which a gateway that starts goes on. None: all, of which there may be thousands.
+                with which a gateway that starts continues. None: all, of which there may be thousands.
         """
 
     async def append_event(self, experiment_id: str, kind: str, at: float, data: Mapping[str, Any]) -> Event:

@@ -124,7 +124,7 @@ class MemoryStore(TransactionalStore):
         try:
             events = [event for write in writes if (event := self.do(write)) is not None]
         except BaseException:
-            # Only the numbers go on: like a database's, they never come back.
+            # Only the numbers continue: like a database's, they never come back.
             while self._undo:
                 self._undo.pop()()
             raise

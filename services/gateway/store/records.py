@@ -80,7 +80,8 @@ class ServiceRecord:
         incarnation: random name of the process; a second registration of it finds this record.
         experiment_id: what it is assigned to; None while it is idle.
         is_draining: takes no new assignment.
-        notice_ends_at: until when it may finish what it has in hand, in seconds since the epoch; None unless it drains.
+        notice_ends_at: until when it may finish the work it has in progress, in seconds since the epoch; None unless it
+            drains.
         registered_at: seconds since the epoch.
         number: grows with each service that registers: their order, whatever the clock says.
         silent_since: when one that was given up for its silence called last, in seconds since the epoch; it is no

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 
 BITS: Final = 1 << 23
-"""A megabyte. With as many keys as steps of a day report, one new key in a thousand is looked for."""
+"""A megabyte. With as many keys as steps of a day report, one new key in a thousand is searched for."""
 PLACES: Final = 4
 
 

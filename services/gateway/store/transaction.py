@@ -249,7 +249,7 @@ class TransactionalStore(ABC):
 
 
 async def in_time(storing: "asyncio.Future[T]") -> T:
-    """Wait for a statement within its deadline. A late one goes on, and is done in its turn.
+    """Wait for a statement within its deadline. A late one continues, and is done in its turn.
 
     Raises:
         Unavailable: it was late.

@@ -1,6 +1,6 @@
 """Opens what the Tinker API's routes work with, and runs what belongs to it.
 
-What belongs to sessions that ended is let go of: models, sampling sessions, snapshots, states, requests.
+What belongs to sessions that ended is released: models, sampling sessions, snapshots, states, requests.
 What was saved under a name stays, and so does what the model was, to be listed with it.
 """
 
@@ -38,7 +38,7 @@ class EndedSessions:
         self._sessions, self._saved, self._clock = sessions, saved, clock
 
     async def let_go(self) -> int:
-        """Let go of those that are over; one whose requests are still done waits. Returns how many there were."""
+        """Release those that are over; one whose requests are still done waits. Returns how many there were."""
         over = await self._sessions.unseen_since(self._clock.now() - SESSION_SECONDS)
         return sum([await self._let_go(session_id, owner) for session_id, owner in over])
 

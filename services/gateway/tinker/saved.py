@@ -105,7 +105,7 @@ class SavedModels:
         return True
 
     def forget_run(self, run: str) -> bool:
-        """Let go of what a run whose session ended kept without a name; returns whether it saved something else."""
+        """Release what a run whose session ended kept without a name; returns whether it saved something else."""
         shutil.rmtree(state_of(self._data, run), ignore_errors=True)
         shutil.rmtree(saved_of(self._data, run) / Kind.EPHEMERAL, ignore_errors=True)
         with suppress(OSError):
@@ -145,7 +145,7 @@ class SavedModels:
 
     def _put_aside(self, directory: Path) -> Path:
         # Gone at once: whoever is killed meanwhile leaves no model that is listed and cannot be read.
-        # It is removed by who has let go of the lock; what a killed one leaves, the trainer removes a day later.
+        # It is removed by who has released the lock; what a killed one leaves, the trainer removes a day later.
         directory.parent.mkdir(parents=True, exist_ok=True)
         removed = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=UNFINISHED, dir=directory.parent))
         with suppress(FileNotFoundError):

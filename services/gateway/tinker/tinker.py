@@ -1,6 +1,7 @@
 """The Tinker API's sessions, models and requests, for whom they are.
 
-Everything is in the queue's Redis before a request is answered, so a gateway that is killed and started again goes on.
+Everything is in the queue's Redis before a request is answered, so a gateway that is killed and started again
+continues.
 """
 
 import asyncio
@@ -210,7 +211,7 @@ class Tinker:
         return await self._submit(model.owner, Verb.SAVE_FOR_SAMPLER, body.model_id, body.seq_id, content, body)
 
     async def load(self, who: Principal, body: LoadWeights) -> Request:
-        """Take a request to go on from what was saved: in a new model, or in one that was just made."""
+        """Take a request to continue from what was saved: in a new model, or in one that was just made."""
         saved = await asyncio.to_thread(self.saved.read, who, SavedPath.read(body.path))
         _check_optimizer("adamw" if body.optimizer_config is None else body.optimizer_config.type)
         content = Load(path=body.path, optimizer=body.optimizer).model_dump_json().encode()
@@ -299,7 +300,7 @@ class Tinker:
             raise Gone(error.detail) from None
 
     async def sampled(self, who: Principal, sequence_id: str) -> list[Sampled]:
-        """Tell which weights sampled each token of a sequence, as runs of tokens.
+        """Return which weights sampled each token of a sequence, as runs of tokens.
 
         Raises:
             NotFound: there is no such sequence of the caller's, it is not sampled yet, or no longer kept.

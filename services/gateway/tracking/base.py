@@ -1,7 +1,7 @@
 """A tracker as a protocol: it takes records in order, and knows itself how far it came.
 
 The cursor lives where the records go, and is written with them. So a gateway that died between two writes, or within
-one, goes on exactly after the tracker's last record.
+one, continues exactly after the tracker's last record.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Sends an experiment's series to one tracker, in the store's order of writing.
 
 It reads what the store holds after the tracker's own cursor. So nothing on the way of a metric into the store knows of
-trackers, a restarted gateway goes on after the tracker's last record, and one that was unavailable gets all it missed.
+trackers, a restarted gateway continues after the tracker's last record, and one that was unavailable gets all it
+missed.
 """
 
 import asyncio

@@ -2,9 +2,9 @@
 
 A training step is the library's step, of which it keeps the first value of each name, here and in its service. So
 records may come again. Offline, how far the run came is a file beside it, written after each batch that is in the
-library's own file: after a restart it goes on there, in a directory of its own with the same id. Online, a run that was
-not closed is sent again from its beginning, for what the library had written and not sent yet is nowhere else; what the
-service holds is left out.
+library's own file: after a restart it continues there, in a directory of its own with the same id. Online, a run that
+was not closed is sent again from its beginning, for what the library had written and not sent yet is nowhere else; what
+the service holds is left out.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Trackio as a tracker: a run with the experiment's id, in the gateway's own store of Trackio or in a Space.
 
-A record's cursor is the library's step, and the last one that is stored comes with a run that is resumed: so it goes on
-right after it. The cursor is also in a file beside the experiment, for a Space that does not say it: there the last
-batch before a gateway was killed may be missing.
+A record's cursor is the library's step, and the last one that is stored comes with a run that is resumed: so it
+continues right after it. The cursor is also in a file beside the experiment, for a Space that does not say it: there
+the last batch before a gateway was killed may be missing.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Weights & Biases as a tracker: a run with the experiment's id, which is resumed after a restart.
 
 A record's cursor is the library's own step, which only grows and which the service returns with a run that is resumed:
-so an online run goes on right after what the service holds, and the library ignores what comes again. No service knows
-how far an offline run came. Its cursor is a file beside it, written after each batch: a gateway that is killed between
-the two writes that batch once more, into the next of the run's directories, with the same steps.
+so an online run continues right after what the service holds, and the library ignores what comes again. No service
+knows how far an offline run came. Its cursor is a file beside it, written after each batch: a gateway that is killed
+between the two writes that batch once more, into the next of the run's directories, with the same steps.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ URL/step-00000040/
     model/...          and all other files, as they are on the disk
     state.json
 
-What was interrupted goes on where it stopped: files that have their size are not sent again, if they are of the same
+What was interrupted continues where it stopped: files that have their size are not sent again, if they are of the same
 checkpoint. A store's own upload of one file is whole or not there; in a file system each file is flushed before it gets
 its name, and all of them before the ``state.json``.
 """
@@ -191,7 +191,7 @@ class RemoteCheckpoints:
             # What a file system had of a file when its writer died.
             self._system.rm_file(f"{folder}/{name}")
         if stop.is_set() or _state_bytes(stored) != state:
-            # A trainer that went on from an older one made this step again meanwhile: some files are of either.
+            # A trainer that continued from an older one made this step again meanwhile: some files are of either.
             return False
         self._write(f"{folder}/{STATE_FILE}", state)
         self._system.rm_file(f"{folder}/{UPLOADING}")

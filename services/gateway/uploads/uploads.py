@@ -2,7 +2,7 @@
 
 Keeps at a URL what an experiment has on the disk: the checkpoints that are whole there, newest first.
 
-It looks at both again and again, so nothing on the way of a checkpoint knows of it, and a restarted gateway goes on
+It looks at both again and again, so nothing on the way of a checkpoint knows of it, and a restarted gateway continues
 where it was. An experiment that has ended comes to rest when its last checkpoint is there, or when that was given up.
 What was found is in the database, where whoever lists checkpoints reads it.
 """

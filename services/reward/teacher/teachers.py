@@ -149,7 +149,7 @@ def text_of(answer: object) -> str | None:
 
 
 def reads_alike(theirs: str, ours: str) -> bool:
-    """Tell whether two decodings are of the same tokens; special tokens, white space and cut characters are left out.
+    """Return whether two decodings are of the same tokens; special tokens, white space and cut characters are left out.
 
     Args:
         theirs: the teacher's, perhaps with special tokens.

@@ -66,7 +66,7 @@ class CustomVerifier:
     """Calls the function once per sample, all samples at once.
 
     A plain function runs in a daemon thread of its own. One that exceeds its time gives an error; its thread cannot be
-    stopped and goes on, so a function that may hang should limit itself.
+    stopped and continues, so a function that may hang should limit itself.
     """
 
     def __init__(self, config: CustomConfig) -> None:

@@ -186,7 +186,7 @@ CHECKS: Final[Mapping[str, Callable[..., bool]]] = {
 
 
 def follows(text: str, label: str) -> bool:
-    """Say whether a response follows the instruction of its label.
+    """Return whether a response follows the instruction of its label.
 
     Args:
         label: JSON such as ``{"func_name": "verify_bullet_points", "N": 3}``; arguments that are null are left out.

@@ -132,7 +132,7 @@ class FormatVerifier(SampleVerifier):
 
 
 def has_form(text: str, tags: Sequence[str], *, allows_outside: bool) -> bool:
-    """Tell whether ``text`` is ``<a>...</a><b>...</b>`` for the tags a, b: each once, none empty, in this order.
+    """Return whether ``text`` is ``<a>...</a><b>...</b>`` for the tags a, b: each once, none empty, in this order.
 
     Args:
         text: what was written.

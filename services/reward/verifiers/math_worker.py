@@ -25,7 +25,7 @@ def parse_label(label: str) -> list[Any]:
 
 
 def compare(response: str, label: str) -> dict[str, Any]:
-    """Tell whether the response's final expression equals the label."""
+    """Return whether the response's final expression equals the label."""
     from math_verify import parse, verify
 
     gold = parse_label(label)

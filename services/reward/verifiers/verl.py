@@ -113,7 +113,7 @@ def _behind_last_of_each(text: str, markers: Iterable[str]) -> str:
 
 
 def is_formatted_geometry(response: str) -> bool:
-    """Tell whether a thought in ``<think>`` tags opens the answer and a box follows it."""
+    """Return whether a thought in ``<think>`` tags opens the answer and a box follows it."""
     end = response.find("</think>", len("<think>"))
     box = response.find("\\boxed{", end)
     return response.startswith("<think>") and 0 < end < box and "}" in response[box:]

@@ -2,7 +2,7 @@
 
 Clients send a whole conversation with every request. Its longest beginning that was recorded here is found by what its
 messages say, and stays the tokens that the engine sampled: only what comes behind it is tokenised. A conversation that
-goes on from an earlier reply, or that cannot be appended to (another template render, edited messages), begins a
+continues from an earlier reply, or that cannot be appended to (another template render, edited messages), begins a
 trajectory of its own. There earlier replies are context: each sampled token is trained in one trajectory, once.
 """
 
@@ -101,7 +101,7 @@ class Branch:
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """A recorded reply: where one may go on from.
+    """A recorded reply: where one may continue from.
 
     Attributes:
         num_tokens: of its branch, up to its end.
@@ -282,7 +282,7 @@ class Conversations:
         return self.context_tokens - num_prompt
 
     def begin(self, prompt: Prompt) -> Draft:
-        """Begin a completion: it goes on with the branch of the reply that it continues, or begins one.
+        """Begin a completion: it continues with the branch of the reply that it continues, or begins one.
 
         Raises:
             InvalidRequest: there is no token before it.

@@ -1,7 +1,7 @@
 """Holds claimed tasks open for agents from outside: each episode of a group is handed out until one is finished.
 
 ``run`` owns a group from its claim to its end, and every wait in it: an episode whose agent is silent or too slow is
-abandoned there and handed out again, a group that takes too long goes on with what it has. A group is never begun by
+abandoned there and handed out again, a group that takes too long continues with what it has. A group is never begun by
 anybody but its claim's holder, so the ledger knows nothing of episodes: when this process dies the task is claimed by
 another, and its agents are told that their episodes are gone.
 """
@@ -220,7 +220,7 @@ class AgentEpisodes:
         if offer.began is not None:
             ends.append(offer.began + self._config.group_seconds)
         # Without an end nobody has begun: agents may come when they like, and the experiment's end ends the wait. With
-        # one it is looked at now and then, since a reply that arrives makes its agent's lease begin.
+        # one it is examined now and then, since a reply that arrives makes its agent's lease begin.
         left = min(max(0.0, min(ends) - self._clock()), self._config.lease_seconds / 4) if ends else None
         try:
             async with asyncio.timeout(left):

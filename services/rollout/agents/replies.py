@@ -27,8 +27,8 @@ class Reply:
         text: that was sampled, for people.
         message: of a chat, what the client will send back.
         include_usage: a stream ends with the usage.
-        endings: of a text completion, what clients may go on behind: all of it, up to the end of its stop string, and
-            what they were given.
+        endings: of a text completion, what clients may continue behind: all of it, up to the end of its stop string,
+            and what they were given.
     """
 
     body: Mapping[str, Any]

@@ -57,7 +57,7 @@ class ResumeRule:
     max_lag: int = 0
 
     def allows(self, versions: tuple[tuple[int, int], ...], serving: int) -> bool:
-        """Tell whether tokens of these runs may stay beside tokens that ``serving`` samples."""
+        """Return whether tokens of these runs may stay beside tokens that ``serving`` samples."""
         sampled_by = {version for _, version in versions}
         if not self.mixes_versions:
             return sampled_by == {serving}
@@ -418,7 +418,7 @@ class Engine(Protocol):
         cache. The file may change or vanish as soon as this returns.
 
         Raises:
-            WeightTransferFailed: names, shapes or dtypes do not fit the model; the old version goes on serving.
+            WeightTransferFailed: names, shapes or dtypes do not fit the model; the old version keeps serving.
         """
 
     async def sleep(self) -> None:

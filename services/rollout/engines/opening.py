@@ -97,7 +97,7 @@ def server_settings(
 
 
 def _adapters(spec: ExperimentSpec) -> AdapterSettings | None:
-    """Say which adapters a server adds itself; none while whole weights are published."""
+    """Return which adapters a server adds itself; none while whole weights are published."""
     lora = spec.model.lora
     is_alone = lora is not None and spec.asynchrony.publication.lora == "adapters"
     return AdapterSettings(spec.name, lora.rank) if lora is not None and is_alone else None

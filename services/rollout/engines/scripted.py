@@ -185,7 +185,7 @@ class ScriptedEngine:
         self._unpaused.clear()
 
     def resume(self) -> None:
-        """Go on sampling."""
+        """Continue sampling."""
         self._unpaused.set()
 
     def die(self, error: FlotillaError | None = None) -> None:

@@ -18,7 +18,7 @@ class EngineSettings:
         threads: compute threads of the engine's process; "auto" shares the host's cores with others.
         batch_invariant: compute every step in the same shapes, whatever is in the batch.
         is_exact: report log-probabilities with the trainer's bits (``exactness: bitwise``).
-        overlap_load: read new weights on a thread of their own, while sampling goes on.
+        overlap_load: read new weights on a thread of their own, while sampling continues.
         prefill_tokens: prompt tokens computed at a time; bounds memory and how long running samples pause.
         prefix_cache_mb: megabytes of KV of finished turns that are kept for the next ones.
         start_seconds: deadline of ``start``.

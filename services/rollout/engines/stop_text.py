@@ -35,7 +35,7 @@ class StopText:
         self._tail = LEAD_TOKENS + max(len(string.encode()) for string in self._strings)
 
     def ends(self, token_ids: npt.NDArray[np.int32]) -> bool:
-        """Tell whether the last token completes one of the strings."""
+        """Return whether the last token completes one of the strings."""
         text = self._decoder.decode(token_ids[-self._tail :].tolist())
         return any(string in text for string in self._strings)
 

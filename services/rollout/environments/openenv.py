@@ -181,7 +181,7 @@ class OpenEnv:
         try:
             address = await permitted_address(self._host, self._port, private=self._networks)
             host = f"[{self._host}]" if ":" in self._host else self._host
-            # The name was resolved once: the connection goes to the address that was looked at.
+            # The name was resolved once: the connection goes to the address that was examined.
             self._connection = await connect(
                 f"{scheme}://{host}:{self._port}{self._path}",
                 host=address,

@@ -15,7 +15,7 @@ class Reply:
     Attributes:
         messages: shown before the next one.
         reward: for this completion; None where nothing is given.
-        finish: why the episode ends here; None where it goes on.
+        finish: why the episode ends here; None where it continues.
         state: of the environment, that the next turn begins in.
         is_fresh: whether the messages are a whole prompt, and the next completion sees nothing before them.
     """

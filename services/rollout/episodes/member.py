@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
-class _Interrupted(Exception):  # no error: the member goes on elsewhere
+class _Interrupted(Exception):  # no error: the member continues elsewhere
     """The session was interrupted while the conversation was waited for."""
 
 

@@ -1,7 +1,7 @@
 """Episodes of many turns: each member of a group talks to a conversation of its own until one of the two ends it.
 
 Tokens are only appended: what the template shows otherwise than it was sampled is a sequence behind the others. A group
-that was handed over goes on: finished members stay, the conversation of each other one is replayed from its beginning
+that was handed over continues: finished members stay, the conversation of each other one is replayed from its beginning
 with the recorded answers, and must say what it said before.
 
 Redundant members are played beside a group that begins. The first that are finished without an error are its members:
@@ -122,7 +122,7 @@ class MultiTurnEpisodes:
         await self._requests.abort_all()
 
     def _surplus(self, task: Task, partials: Partials) -> range:
-        """Number the redundant members: none of a group that goes on, since each has a seed that its number makes."""
+        """Number the redundant members: none of a group that continues, since each has a seed that its number makes."""
         first = task.group_size + 1
         is_wanted = task.pinned_version is None and not any(partials)
         return range(first, first + self._redundant if is_wanted else first)
@@ -207,7 +207,7 @@ async def first_finished(
 def assigned(numbers: Iterable[int], ended: Mapping[int, Trajectory], group_size: int) -> dict[int, Trajectory]:
     """Choose a trajectory for each member of a group: its own if that is finished, else a redundant one.
 
-    A member whose own has tokens to go on from is replaced by a finished one alone.
+    A member whose own has tokens to continue from is replaced by a finished one alone.
     """
     surplus = [each for number, each in ended.items() if number > group_size]
     good = [each for each in surplus if _is_good(each)]

@@ -54,7 +54,7 @@ class IllustratedRenderer(Renderer, Protocol):
 
 
 class TurnRenderer(Renderer, Protocol):
-    """A renderer that also goes on behind a completion."""
+    """A renderer that also continues behind a completion."""
 
     def continuation_ids(self, messages: Sequence[Message], last: int) -> tuple[int, ...]:
         """Render what follows a completion: the end of its message, new messages, the beginning of the next answer.

@@ -1,6 +1,6 @@
 """One prompt, one completion: the simplest episode. Tokens are appended, never re-made.
 
-A group that was handed over goes on from what it has: finished members stay, the others are resumed.
+A group that was handed over continues from what it has: finished members stay, the others are resumed.
 """
 
 import asyncio

@@ -105,7 +105,7 @@ class ServedWeights:
             self._uses[serving.adapter] -= 1
 
     def runs(self, versions: Sequence[tuple[int, int]]) -> list[Sampled]:
-        """Say which weights runs of tokens were sampled from."""
+        """Return which weights runs of tokens were sampled from."""
         return [self._served[version].model_copy(update={"first_token": first}) for first, version in versions]
 
     async def serve(self, source: Source) -> Serving:

@@ -97,7 +97,7 @@ class SamplingWorker:
                     self._turns.uses(owner, await self._begin(request, tasks))
                     after[owner] = request.entry
             except Unavailable as error:
-                # Redis, or room on the disk for the weights that one owner samples from: others go on.
+                # Redis, or room on the disk for the weights that one owner samples from: others continue.
                 log.warning("what is sampled waits", extra={"error": error.detail})
                 if owner is None:
                     await asyncio.sleep(AWAY_SECONDS)

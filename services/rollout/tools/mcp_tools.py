@@ -87,7 +87,7 @@ class McpServer:
 
         Raises:
             EpisodeFailed: the server refuses, or cannot be used.
-            Unavailable: it does not answer now: the task is answered anew once it does.
+            Unavailable: it does not answer now: the task is answered again once it does.
         """
         try:
             session = await self._connected()
@@ -148,7 +148,7 @@ class McpServer:
                 ready.set_exception(self._unusable(error))
 
     def _unusable(self, error: Exception) -> FlotillaError:
-        """Say that the server cannot be used: not now, where that may pass."""
+        """Report that the server cannot be used: not now, where that may pass."""
         words = f"the MCP server cannot be used: {_words(error)}"
         # A program that ends while it starts does so again; a server elsewhere may be on its way.
         is_away = self._config.url is not None and CLOSED in words
@@ -167,7 +167,7 @@ async def _session(config: McpToolsConfig, networks: Sequence[IPNetwork]) -> Asy
         raise InvalidSpec("tools of an MCP server need the package mcp: pip install flotilla[mcp]") from error
     async with AsyncExitStack() as stack:
         if config.url is not None:
-            # Each connection goes to an address that was looked at: the name may mean another one by now.
+            # Each connection goes to an address that was examined: the name may mean another one by now.
             client = partial(checked_client, networks, library=_either(streamable_http, "httpx2", "httpx"))
             if hasattr(streamable_http, "streamable_http_client"):
                 http = await stack.enter_async_context(client(SECONDS_OF_A_STREAM))
@@ -187,7 +187,7 @@ async def _session(config: McpToolsConfig, networks: Sequence[IPNetwork]) -> Asy
 
 
 def _words(error: BaseException) -> str:
-    """Say what happened; of several errors the first, which the others followed from."""
+    """Return what happened; of several errors the first, which the others followed from."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

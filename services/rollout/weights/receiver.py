@@ -8,7 +8,7 @@ Has an engine that is itself a member of weight groups follow the publications t
 
 The engine is paused when it has joined, so an order is either followed to the commit or given up. A group that breaks
 is no failure of this member: it stays paused for the next epoch, which the gateway opens at once, and gives up where
-that is without it. It does not stay so for a gateway that is absent: it waits for its word for a while, then goes on
+that is without it. It does not stay so for a gateway that is absent: it waits for its word for a while, then continues
 sampling. What was lost on the way is loaded like any version that was missed.
 """
 

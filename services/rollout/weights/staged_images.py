@@ -29,7 +29,7 @@ class StagedImage:
     image: WeightImage
 
     def is_of(self, version: int, checksum: str | None) -> bool:
-        """Tell whether it is what a version was committed as; two trainers may have made an image each for it.
+        """Return whether it is what a version was committed as; two trainers may have made an image each for it.
 
         Args:
             version: the committed version.
@@ -146,7 +146,7 @@ class StagedImages:
         return image
 
     async def close(self) -> None:
-        """Delete the own images and let go of the others."""
+        """Delete its own images and release the others."""
         images = [*self._own, *self._mapped.values(), *([] if self._lent is None else [self._lent])]
         self.keep(None)
         self._own.clear()

@@ -60,7 +60,7 @@ class Reading:
             self._transfer[1].complete()
 
     def advance(self, image: Path, num_bytes: int) -> None:
-        """Note how far a file is; the pull has begun anew if it is another one than before."""
+        """Note how far a file is; the pull has begun again if it is another one than before."""
         if self._transfer is not None and self._transfer[0] != image:
             self._abort("it is pulled anew")
         if self._transfer is None:

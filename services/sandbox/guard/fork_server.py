@@ -3,7 +3,7 @@
 It is ``python -s -B main.py``, held up where the interpreter imports ``sitecustomize``, which is ours: everything of
 the interpreter and of the guard is loaded, and nothing of any program. The server forks the guard of its slot once.
 For each run it forks a process into the namespaces of that run, which makes its place, waits for the guard's word, and
-becomes the program; with namespaces it does so while the run before goes on. A Python program leaves this module: its
+becomes the program; with namespaces it does so while the run before continues. A Python program leaves this module: its
 interpreter is up already, and runs ``main.py``.
 
 Nothing leads back from a run to the server: what a run changes is its own copy of the memory, its descriptors of the

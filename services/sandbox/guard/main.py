@@ -56,7 +56,7 @@ def guard(control: socket.socket, link: socket.socket, orders: Orders) -> NoRetu
             control.send(DONE)
             # The next one is made while nobody waits, and beside no program.
             requested = place.request(link)
-    except BaseException:  # this is a copy of the server and must not go on as one
+    except BaseException:  # this is a copy of the server and must not continue as one
         os._exit(1)
 
 

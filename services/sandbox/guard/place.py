@@ -49,7 +49,7 @@ class Command:
 
 @dataclass
 class Place:
-    """Where one run goes on.
+    """Where one run continues.
 
     Attributes:
         roots: the first of a process namespace, or else the fork server: orphans are below it; and the process that
@@ -172,7 +172,7 @@ class Place:
         return self.status
 
     def close(self) -> None:
-        """Let go of the run."""
+        """Release the run."""
         self.first.close()
         self.program.close()
         for descriptor in self.kept:

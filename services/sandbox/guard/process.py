@@ -169,7 +169,7 @@ class _Attendance:
                 os.close(stdin)
 
     def _look(self) -> "tuple[str, str] | None":
-        """Look, if it is time to, at what the command has used; None if it may go on."""
+        """Look, if it is time to, at what the command has used; None if it may continue."""
         now = time.monotonic()
         if now >= self._deadline:
             limit = self._phase.timeout_seconds
@@ -192,7 +192,7 @@ class _Attendance:
 
 
 def why_ended(verdict: str, limit_seconds: float) -> str:
-    """Tell why the time of a command was over."""
+    """Return why the time of a command was over."""
     if verdict == STARVED:
         return f"the machine was too busy to give it {limit_seconds:g} s within {longest_seconds(limit_seconds):g} s"
     return f"time limit exceeded: {limit_seconds:g} s"

@@ -4,7 +4,7 @@ It makes the place of its run while nobody waits for that, gives up every privil
 itself.
 
 A command that is the fork server's own command line (``python -s -B main.py``) is not executed: the process is that
-interpreter already, stopped just before it opens ``main.py``, and goes on.
+interpreter already, stopped just before it opens ``main.py``, and continues.
 """
 
 import json
@@ -35,7 +35,7 @@ _DECODER = json.JSONDecoder()
 
 
 class IsProgram(BaseException):
-    """Raised in the forked process that is to go on as the program: it leaves all frames of the guard.
+    """Raised in the forked process that is to continue as the program: it leaves all frames of the guard.
 
     Args:
         is_session: whether the program is the interpreter of a session.

@@ -99,7 +99,7 @@ def _file_of(module: ModuleType) -> str:
 
 
 def _is_package(module: ModuleType) -> bool:
-    """Tell whether code beyond the standard library's was loaded, which may have an end of its own."""
+    """Return whether code beyond the standard library's was loaded, which may have an end of its own."""
     file = _file_of(module)
     return "-packages" in file or (file.endswith(".so") and "lib-dynload" not in file)
 

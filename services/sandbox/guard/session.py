@@ -1,7 +1,7 @@
 """A session: one interpreter that is given cells one after the other and keeps what it knows between them.
 
 While a cell runs, the guard watches it as it watches a program. Between two cells every process of the session is
-stopped: it takes no processor time, allocates nothing, and need not be looked at.
+stopped: it takes no processor time, allocates nothing, and need not be examined.
 """
 
 import json
@@ -184,13 +184,13 @@ class _Watch:
         return max(0.0, self._next - time.monotonic())
 
     def ended(self, return_code: int) -> Ended:
-        """Tell how a cell ended that the interpreter says has ended."""
+        """Return how a cell ended that the interpreter says has ended."""
         if self._last is not None:
             return Ended(self._verdict, None, self._too_long(), is_alive=True)
         return Ended(EXITED, return_code, is_alive=True)
 
     def look(self) -> "Ended | None":
-        """Look, if it is time to; None if the cell may go on."""
+        """Look, if it is time to; None if the cell may continue."""
         if self._place.has_ended():
             return self._of_interpreter()
         now = time.monotonic()

@@ -29,7 +29,7 @@ LOOKING_PART = 10
 def next_look(cpu_seconds_before: float) -> float:
     """Return when to look again: rarely where looking is work, for there are very many processes.
 
-    Only the work counts: on a busy machine a look may wait long for a processor, in which a program goes on.
+    Only the work counts: on a busy machine a look may wait long for a processor, in which a program continues.
 
     Args:
         cpu_seconds_before: this process's time of the processor when the look began.
@@ -287,7 +287,7 @@ def time_verdict(
     before: Baseline,
     blocked_seconds: float = 0.0,
 ) -> "str | None":
-    """Tell whether a program has had its time: time that it waited for a processor in use by others does not count.
+    """Return whether a program has had its time: time that it waited for a processor in use by others does not count.
 
     A tree that has used its limit in CPU time cannot gain by waiting for itself. Of all processes it is the one that
     waited longest that counts. A tree without processes is about to be over by itself.
@@ -300,7 +300,7 @@ def time_verdict(
         blocked_seconds: how long they were blocked; see ``Blockage``.
 
     Returns:
-        ``TIMED_OUT``: it has; ``STARVED``: it has not, and will not wait for longer; None: it may go on.
+        ``TIMED_OUT``: it has; ``STARVED``: it has not, and will not wait for longer; None: it may continue.
     """
     before.look(tree)
     if elapsed_seconds < limit_seconds:

@@ -178,7 +178,7 @@ def owner_here() -> str:
 
 
 def is_orphan(found: Found, me: str, now: float) -> bool:
-    """Tell whether nobody needs a box of another owner any more: its end has come, or its owner is gone.
+    """Return whether nobody needs a box of another owner any more: its end has come, or its owner is gone.
 
     Args:
         found: the box.

@@ -53,7 +53,7 @@ class Wire:
     Args:
         name: of the provider, for people.
         url: base URL; ``unix://`` and a path for a socket on this host.
-        headers: that each call shows, made anew each time: a token in a file may change.
+        headers: that each call shows, made again each time: a token in a file may change.
         transport: another one than sockets.
         tls: whom to believe; None: public authorities, and the fleet's own.
     """
@@ -236,7 +236,7 @@ def text_of(name: str, found: Answered, key: str) -> str:
 
 
 def found_boxes(name: str, listed: Any, id_key: str, labels_key: str) -> list[Found]:
-    """Read a list of boxes; labels that are none of ours may be anything.
+    """Read a list of boxes; labels that are none of Flotilla's may be anything.
 
     Raises:
         ProviderFailed: it is none.

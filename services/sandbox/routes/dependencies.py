@@ -27,7 +27,7 @@ async def caller_of(
 
 
 async def is_gone_of(request: Request) -> Callable[[], bool]:
-    """Say how to tell whether who calls has hung up."""
+    """Return how to tell whether who calls has hung up."""
     connection = connection_of(request.scope)
     return (lambda: False) if connection is None else connection.lost.done
 

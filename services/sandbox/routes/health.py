@@ -55,7 +55,7 @@ async def healthz(sandbox: Sandbox) -> SandboxHealth:
 
 @router.get("/readyz")
 async def readyz(sandbox: Sandbox) -> Ready:
-    """Tell whether a call would get a turn, and how many slots are out of use.
+    """Return whether a call would get a turn, and how many slots are out of use.
 
     Raises:
         Unavailable: the queue is full, or no slot can be used.

@@ -1,7 +1,7 @@
 """The files of a checkpoint: whole tensors, whatever number of ranks writes them.
 
 The leader makes them in their full size, headers included; then every rank writes its own elements where they belong.
-So any number of ranks goes on from a checkpoint of any other.
+So any number of ranks continues from a checkpoint of any other.
 """
 
 import copy
@@ -99,7 +99,7 @@ def _versions(versions: VersionedWeights, ranks: Ranks) -> SharedFile:
 
 
 def paths_in(directory: Path, files: Iterable[SharedFile]) -> dict[str, Path]:
-    """Say where the files with tensors are below a directory."""
+    """Return where the files with tensors are below a directory."""
     return {file.name: directory / file.name for file in files if file.layout is not None}
 
 

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint, and how training goes on from one.
+"""What goes into a checkpoint, and how training continues from one.
 
 step-00000040/
     model/                 a Hugging Face directory: config, weights, tokenizer; with ``model.lora`` the adapters alone,
@@ -83,7 +83,7 @@ def software_versions() -> dict[str, str]:
 
 
 def check_same_lineage(state: CheckpointState, spec: ExperimentSpec) -> None:
-    """Refuse to go on from a checkpoint under settings that do not fit it.
+    """Refuse to continue from a checkpoint under settings that do not fit it.
 
     Raises:
         ModelError: a setting differs; it is named with both values and the way out.
@@ -135,7 +135,7 @@ class Restored:
     """What a checkpoint holds, or the beginning.
 
     Attributes:
-        learner, progress: to go on with.
+        learner, progress: to continue with.
         published: the policy version that was newest when it was written.
         lost: numbers of versions that are not in its lineage.
     """
@@ -237,7 +237,7 @@ class CheckpointManager:
         published = line.published_at(progress.step)
         trained, curriculum = progress.trained.to_list(), progress.curriculum
         if curriculum is not None and trained:
-            # As ``Origin.first_group_id``: a fork goes on after the last group that was trained.
+            # As ``Origin.first_group_id``: a fork continues after the last group that was trained.
             curriculum = curriculum.issued_again_from(trained[-1][1] + 1)
         return CheckpointState(
             experiment_id=self._experiment_id,

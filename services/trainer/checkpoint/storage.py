@@ -124,7 +124,7 @@ class CheckpointStorage:
     def _move(self, partial: Path, final: Path) -> None:
         replaced = None
         if final.exists():
-            # A checkpoint of this step was passed over, or an older one was chosen to go on from.
+            # A checkpoint of this step was passed over, or an older one was chosen to continue from.
             replaced = final.rename(self._hidden(final, _REPLACED))
         try:
             partial.rename(final)

@@ -36,7 +36,7 @@ class Illustration:
 
 
 def with_images(group: Group, trajectory: Trajectory, processor: ImageProcessor | None) -> Trajectory:
-    """Let a trajectory list all images that it was shown, of which the task's may stand in its prompt unlisted.
+    """Let a trajectory list all images that it was shown, of which the task's may appear in its prompt unlisted.
 
     Raises:
         DataError: the prompt's tokens are not those of the images.

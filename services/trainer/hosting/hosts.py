@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def reason_not_shared(spec: ExperimentSpec) -> str | None:
-    """Say why an experiment trains in a process of its own; None where it may share one.
+    """Return why an experiment trains in a process of its own; None where it may share one.
 
     Args:
         spec: in which nothing is left to ``auto``.
@@ -80,7 +80,7 @@ class HostedWorker:
         self._makes_last_checkpoint = False
         self._waited_at = 0.0
         self.is_given_up = False
-        """Whether nobody wants it to go on."""
+        """Whether nobody wants it to continue."""
 
     @property
     def pid(self) -> int:
@@ -191,7 +191,7 @@ class WorkerHost:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody wants one of its workers to go on."""
+        """Whether somebody wants one of its workers to continue."""
         return any(not each.is_given_up for each in self._workers.values())
 
     def begin(self, launch: Launch, on_message: Hear) -> HostedWorker:

@@ -51,7 +51,7 @@ class Answers:
         self._out.flush()
 
     def end(self, code: int) -> None:
-        """Say that the worker has ended."""
+        """Report that the worker has ended."""
         self._send([self._number, None, code])
         self.flush()
 

@@ -1,6 +1,6 @@
 """How the agents of a training job find each other: through one store, which the first node's agent has.
 
-torch's own rendezvous would listen on every interface, wait for whoever comes, and let the others go on when one is
+torch's own rendezvous would listen on every interface, wait for whoever comes, and let the others continue when one is
 lost. Here the gateway has said who takes part. An agent whose ranks end says why in the store; the others look there
 beside watching their own ranks, end them and name the same cause.
 """

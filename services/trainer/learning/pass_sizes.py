@@ -160,7 +160,7 @@ class PassSizes:
 
         Raises:
             torch.OutOfMemoryError: smaller passes are impossible, or other ranks wait for this one's: then the smaller
-                bound is written down, for the trainer that goes on.
+                bound is written down, for the trainer that continues.
         """
         self._work += 1
         while True:

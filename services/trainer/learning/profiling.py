@@ -21,7 +21,7 @@ Facts = Mapping[str, int]
 class TraceWriter:
     """Writes traces beside the steps, one at a time: what waits holds all that was recorded in memory.
 
-    torch's own part of it lets no other thread go on; compression and the disk do. A process that ends waits for it.
+    torch's own part of it lets no other thread continue; compression and the disk do. A process that ends waits for it.
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ class TokenTrace:
         self._update[tokens] = update
 
     def collect(self, ranks: Ranks) -> None:
-        """Add what the other ranks found of each token; the last update's counts, whoever made it."""
+        """Add what the other ranks found of each token; the last update's counts, whichever process made it."""
         if not ranks.is_several:
             return
         last = ranks.largest(self._update)

@@ -133,7 +133,7 @@ class Adapters:
         return frozenset(f"{name}.{part}" for name in self.layers for part in (A, B))
 
     def label(self, base: ModelConfig) -> Label | None:
-        """Say what an image of the adapters alone is to say; None where the model's files know no weight of theirs.
+        """Return what an image of the adapters alone is to say; None where the model's files know no weight of theirs.
 
         Args:
             base: the model without them; all of its weights are read once.

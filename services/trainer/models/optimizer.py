@@ -218,7 +218,7 @@ class PolicyOptimizer:
                 master.grad = torch.zeros_like(master)
 
     def update(self) -> UpdateResult:
-        """Clip, step, and clear the gradients. A gradient that is not finite is thrown away; the schedule goes on."""
+        """Clip, step, and clear the gradients. A gradient that is not finite is thrown away; the schedule continues."""
         rate = learning_rate_at(self.updates, self._total_updates, self._config)
         limit = self._config.max_grad_norm
         grad_norm = _clip(self._alike, math.inf if limit is None else limit)

@@ -55,7 +55,7 @@ class Packing:
     def rows(self) -> tuple[int, int]:
         """The shape under which bitsandbytes knows the weight: a block in each row.
 
-        Blocks go on from row to row of a matrix, but its kernel for AVX-512 takes each row to begin one.
+        Blocks continue from row to row of a matrix, but its kernel for AVX-512 takes each row to begin one.
         """
         count = self.shape.numel()
         return (1, count) if count % BLOCK else (count // BLOCK, BLOCK)
@@ -80,7 +80,7 @@ class PackedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight, unpacked anew each time."""
+        """The weight, unpacked again each time."""
         functional = _functional()
         config, offset, nested = self.packing.config, None, None
         if config.double:
@@ -207,7 +207,7 @@ class PackedWeight:
         return self.layer.packing.dtype
 
     def unpacked(self) -> Tensor:
-        """Make the weight, anew each time."""
+        """Make the weight, again each time."""
         return self.layer.weight
 
 

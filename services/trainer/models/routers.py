@@ -160,7 +160,7 @@ def _routers_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def _real(positions: Tensor) -> Tensor:
-    """Say which positions [rows, W] hold a token, from numbers that begin with 0 in every sequence: [rows * W] float.
+    """Return a mask [rows * W] of real tokens, from position ids [rows, W] that begin with 0 in every sequence.
 
     Padding, on the right, has only zeros; a sequence has two tokens at least. With images there are three axes before.
     """

@@ -1,7 +1,8 @@
 """Whose turn it is to compute among the experiments of one process: each computes alone, as if it had the process.
 
 Nothing that one computes depends on the others: not the threads, not torch's random numbers, not the order of sums.
-One that comes to its end goes before those that go on, however much it has used: it has so long for a last checkpoint.
+One that comes to its end goes before those that continue, however much it has used: it has so long for a last
+checkpoint.
 """
 
 import itertools
@@ -84,7 +85,7 @@ class Seat:
         turns: of all of them.
         name: of this one, which no other has.
         weight: of its share.
-        is_ending: says whether it goes before those that go on.
+        is_ending: says whether it goes before those that continue.
 
     Attributes:
         is_left: whether nothing is to be computed there any more.

@@ -44,7 +44,7 @@ class NewlyGraded:
 
 
 def why_not_computed(spec: ExperimentSpec) -> str | None:
-    """Say what a spec's advantages need that is in no record; None where they can be computed."""
+    """Return what a spec's advantages need that is in no record; None where they can be computed."""
     config = spec.algorithm
     if isinstance(config.advantage, GaeConfig):
         return "gae needs the critic's values, which are not recorded"
@@ -60,7 +60,7 @@ def why_not_computed(spec: ExperimentSpec) -> str | None:
 
 
 def why_not_trained(spec: ExperimentSpec, group: Group) -> tuple[Resolution, str] | None:
-    """Say why the trainer would refuse a group, by its own rule; None if it trains it."""
+    """Return why the trainer would refuse a group, by its own rule; None if it trains it."""
     refused = find_problem(group, requirements_of(spec, ANY_TOKEN))
     return None if refused is None else refused[:2]
 

@@ -62,7 +62,7 @@ def take_apart(replayed: Replayed, group_id: int, member: int) -> list[TokenRow]
 def explain(
     *, advantage: float | None, now: float | None, ratio: float | None, weight: float | None, clipped: bool
 ) -> str:
-    """Say in words what a token's figures did to its probability."""
+    """Return in words what a token's figures did to its probability."""
     if advantage is None:
         return "not trained: its sample has no reward"
     if advantage == 0:

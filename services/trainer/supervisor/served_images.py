@@ -46,7 +46,7 @@ class ServedImages:
         self._kept = None if directory is None else KeptImages(directory, self._sender)
 
     async def offer(self, version: int, path: Path, checksum: str) -> None:
-        """Offer a version; the oldest one is let go."""
+        """Offer a version; the oldest one is released."""
         try:
             image = await attach_image(path)
         except WeightTransferFailed as error:
@@ -62,7 +62,7 @@ class ServedImages:
             self._writing = asyncio.create_task(self._write(self._kept), name="images into the directory")
 
     async def withdraw(self, *, is_over: bool = False) -> None:
-        """Let go of all images, and remove those whose worker is dead; where nobody goes on, those on disk as well."""
+        """Release all images, and remove those whose worker is dead; where nobody continues, those on disk as well."""
         images = list(self._held.values())
         self._held.clear()
         self._published.withdraw()

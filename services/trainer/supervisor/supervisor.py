@@ -3,8 +3,8 @@
     idle -> starting -> running <-> paused -> finished -> idle
                   \\-> failed (hopeless, or died too often)
 
-A worker that dies is started again and goes on from its checkpoint, after a pause that grows; when that keeps happening
-within a few minutes, or when starting again would fail the same way, the experiment fails with the cause.
+A worker that dies is started again and continues from its checkpoint, after a pause that grows; when that keeps
+happening within a few minutes, or when starting again would fail the same way, the experiment fails with the cause.
 """
 
 import asyncio
@@ -364,12 +364,12 @@ class Supervisor(StateFollower):
             return
         cause = self._told.cause if self._told else ending.cause
         if self._is_passing or ending.is_with_others:
-            # No death of this experiment's to count: where others were the cause, it goes on without them.
+            # No death of this experiment's to count: where others were the cause, it continues without them.
             self._start_again(cause, self._backoff.postpone())
             return
         step = self._status.step if self._status is not None else 0
         if step is not None and step > self._furthest_step:
-            # It got further than ever before it died: whatever it died of does not keep it from going on.
+            # It got further than ever before it died: whatever it died of does not keep it from continuing.
             self._furthest_step = step
             self._restarts.forget()
         self._after_death(cause)
@@ -403,7 +403,7 @@ class Supervisor(StateFollower):
         """End the worker after its step, and forget the experiment.
 
         Args:
-            is_over: nobody goes on with the experiment: the worker gets the time for a last checkpoint.
+            is_over: nobody continues with the experiment: the worker gets the time for a last checkpoint.
             is_continued: the next job of the same experiment follows: what this one died of counts on.
         """
         self._is_leaving = True

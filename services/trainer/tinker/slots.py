@@ -132,7 +132,7 @@ class Slot:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Take what ``weights`` and ``moments`` returned; without moments the optimiser begins anew.
+        """Take what ``weights`` and ``moments`` returned; without moments the optimiser begins again.
 
         Raises:
             ModelError: they are of another model, or another rank.

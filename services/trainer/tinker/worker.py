@@ -110,7 +110,7 @@ class TrainingWorker:
                 await self._compute(partial(self._trainer.discard, model_id))
 
     async def _close_gaps(self) -> None:
-        """Go on with models whose requests Redis lost, where the lost ones were done; or else say that they are lost.
+        """Continue with models whose lost requests were done already; report the others as lost.
 
         A client sends what was answered no second time: without this, later requests would wait for it for ever.
         """
@@ -288,7 +288,7 @@ def _did_nothing(past: Request) -> bool:
 
 
 def failed(error: Exception) -> Answer:
-    """Say why a request failed, and whose fault it is."""
+    """Return why a request failed, and whose fault it is."""
     if isinstance(error, FlotillaError):
         category = Category.USER if error.status < 500 else Category.SERVER
         return Answer.failed(Failure(error=error.detail, category=category))

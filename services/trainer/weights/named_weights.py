@@ -27,7 +27,7 @@ class Packed(Protocol):
         """Likewise."""
 
     def unpacked(self) -> Tensor:
-        """Make the weight, anew each time."""
+        """Make the weight, again each time."""
 
 
 NONE_PACKED: Mapping[str, Packed] = MappingProxyType({})

@@ -1,7 +1,7 @@
 """When a checkpoint is due, and what becomes final with it: the plans of the steps that it contains.
 
 Checkpoints are made where the weights are a published version, so that a trainer that comes back can publish that
-version again. A checkpoint that cannot be written (a full disk) is tried again after each version; training goes on
+version again. A checkpoint that cannot be written (a full disk) is tried again after each version; training continues
 for one more interval, as its plans can still be replayed, and then waits.
 
 What the steps since the last checkpoint trained stays in the scored stream. Where that would leave no room for another
@@ -159,7 +159,7 @@ class CheckpointWriter:
         return True
 
     def tell_failure(self, error: Unavailable) -> None:
-        """Say that a checkpoint could not be written for now."""
+        """Report that a checkpoint could not be written for now."""
         log.warning("checkpoint failed, it is tried again", extra={"error": error.detail})
         self._on_failure(Failure(component="checkpoint", cause=error.detail, fatal=False))
 
@@ -252,7 +252,7 @@ class CheckpointPolicy:
         await self._writer.settled()
 
     async def begin(self) -> None:
-        """Commit what the checkpoint that training goes on from contains: a crash may have prevented it."""
+        """Commit what the checkpoint that training continues from contains: a crash may have prevented it."""
         if self.progress.step:
             await self._commit()
             await retry(partial(self._queue.record, self.progress.recent), waiting_for=DATA_PLANE)
@@ -277,7 +277,7 @@ class CheckpointPolicy:
         return self.line.is_published(self.progress.step)
 
     async def after_step(self, is_stopped: Callable[[], bool], values: Mapping[str, float]) -> None:
-        """Write a checkpoint if one is due: training waits until the state is copied, and goes on while it is written.
+        """Write a checkpoint if one is due: training waits until the state is copied, not until it is written.
 
         It waits for the whole of it where ``checkpoint.asynchronous`` is false, where memory has no room for a copy,
         and where none could be written for a whole interval. The one before is always waited for.
@@ -332,7 +332,7 @@ class CheckpointPolicy:
         return None
 
     async def at_the_end(self, *, is_over: bool, is_stopped: Callable[[], bool], publisher: Publisher) -> None:
-        """Make the last step durable; between two versions only if nothing is left to publish, or nobody goes on.
+        """Make the last step durable; between two versions only if nothing is left to publish, or nobody continues.
 
         Training that has ended by itself waits until there is room, one that is to end tries for some seconds.
 

@@ -1,4 +1,4 @@
-"""What the loop is told from outside: go on, pause, stop. Taken in at step boundaries and while waiting."""
+"""What the loop is told from outside: continue, pause, stop. Taken in at step boundaries and while waiting."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -26,7 +26,7 @@ class RunControl:
         self._may_run.set()
         self._stopped = asyncio.Event()
         self.is_over = False
-        """Whether no trainer goes on with this experiment after the stop."""
+        """Whether no trainer continues with this experiment after the stop."""
         self.state = WorkState.STARTING
 
     @property
@@ -40,7 +40,7 @@ class RunControl:
         return not self._may_run.is_set()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._may_run.set()
 
     def pause(self) -> None:
@@ -51,7 +51,7 @@ class RunControl:
         """End after the step under way.
 
         Args:
-            is_over: no trainer goes on after it, so that all that was trained has to be durable then.
+            is_over: no trainer continues after it, so that all that was trained has to be durable then.
         """
         self.is_over |= is_over
         self._stopped.set()

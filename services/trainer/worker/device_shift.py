@@ -44,7 +44,7 @@ class DeviceShift:
         self._away_seconds = self._back_seconds = 0.0
 
     def report(self) -> DeviceReport | None:
-        """Say what is held and wanted; None before the first order."""
+        """Return what is held and wanted; None before the first order."""
         if self._order is None:
             return None
         is_held = self._is_held or self._is_moving

@@ -1,4 +1,4 @@
-"""Every rank but the first: it has its part of the weights, and does what the leader says until it is let go."""
+"""Every rank but the first: it has its part of the weights, and does what the leader says until it is released."""
 
 import logging
 import mmap

@@ -1,7 +1,7 @@
 """Snapshots of the weights in shared memory: one is served while the next is written.
 
 Rollouts on this host map them, others pull them. Whoever reads one for long keeps it, but cannot keep training waiting:
-its file is withdrawn, and its memory is free when the last reader lets go.
+its file is withdrawn, and its memory is free when the last reader releases it.
 
 For images of quantised weights a whole one is written beside them, and quantised one matrix at a time.
 """

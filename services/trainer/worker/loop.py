@@ -5,7 +5,7 @@
 It waits for groups, for a pause to end, for the last publication when the next one is due, and for a checkpoint's
 state to be copied; for the copy to be written when the next checkpoint is due, at a pause and at the end; for nothing
 else.
-Computation runs on one thread of its own, so leases, publications and reports go on meanwhile.
+Computation runs on one thread of its own, so leases, publications and reports continue meanwhile.
 """
 
 import asyncio

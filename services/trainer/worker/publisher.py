@@ -68,7 +68,7 @@ class Publisher:
         return self._task is None or self._task.done()
 
     async def publish(self, version: int, step: int, compute: Callable[[Callable[[], Path]], Awaitable[Path]]) -> None:
-        """Start to publish; returns as soon as the snapshot is taken, so that training goes on.
+        """Start to publish; returns as soon as the snapshot is taken, so that training continues.
 
         Args:
             version: newer than the last one.

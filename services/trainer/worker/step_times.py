@@ -107,7 +107,7 @@ def record_step(planned: StepGroups, version: int, published: int | None, moment
     Args:
         planned: what it trained.
         version: that it trained.
-        published: the version that was made of it; None where the next step goes on with the same.
+        published: the version that was made of it; None where the next step continues with the same.
         moments: of its parts.
     """
     made, experiment = tracer(), experiment_id.get()

@@ -179,7 +179,7 @@ def _is_live(path: str) -> bool:
 
 
 def refusal(path: str) -> str:
-    """Say why a key cannot change, and which command goes on with another value."""
+    """Return why a key cannot change, and which command continues with another value."""
     matching = (why for pattern, why in REASONS.items() if fnmatchcase(path, pattern) or f"{path}.*" == pattern)
     return f"cannot change while the experiment runs, since {next(matching, OTHERWISE)}; {FORK}"
 

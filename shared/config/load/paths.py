@@ -11,7 +11,7 @@ from flotilla.shared.config.sections.model import is_hub_name
 
 PATH_FIELDS = (("model", "path"), ("data", "path"), ("data", "dump"), ("evaluation", "path"))
 MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
-"""``package.module:name``, which is looked for in the folder."""
+"""``package.module:name``, which is searched for in the folder."""
 ROW_LISTS = (("data", "sources"), ("evaluation", "sets"))
 
 

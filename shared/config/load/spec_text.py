@@ -215,7 +215,7 @@ def _without_branches(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Take out of each location the name that pydantic gives to a way of reading a value, such as ``literal['auto']``.
 
     Of the ways that a value could be read, the one that says most remains: what is wrong inside a section, else what
-    its own rules say, else what may stand there.
+    its own rules say, else what may appear there.
     """
     found: list[dict[str, Any]] = []
     ways: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -274,7 +274,7 @@ def _message(item: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 
 def _models_at(root: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:
-    """Find the sections that may stand at a location."""
+    """Find the sections that may appear at a location."""
     candidates = [root]
     for part in location:
         fields = [field for model in candidates for name, field in model.model_fields.items() if name == part]

@@ -23,7 +23,7 @@ def publishes_adapters(spec: Sections) -> bool:
 
 
 def needs_whole_weights(spec: Sections) -> str | None:
-    """Say what of a spec with adapters needs whole weights; None where adapters alone do."""
+    """Return what of a spec with adapters needs whole weights; None where adapters alone do."""
     engine, publication = spec.rollout.engine, spec.asynchrony.publication
     if spec.model.quantisation is not None:
         return "model.lora.quantisation makes another base of the weights of model.path"
@@ -37,7 +37,7 @@ def needs_whole_weights(spec: Sections) -> str | None:
 
 
 def _whole_at_server(spec: Sections, engine: ServerEngineConfig) -> str | None:
-    """Say why a server needs whole weights; None where it adds adapters to those that it has."""
+    """Return why a server needs whole weights; None where it adds adapters to those that it has."""
     if not engine.TAKES_ADAPTERS:
         return f"rollout.engine.kind {engine.kind} takes whole weights: {WITHOUT_ADAPTERS[engine.kind]}"
     if engine.url is not None:

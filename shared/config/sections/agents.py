@@ -96,7 +96,7 @@ class AgentsConfig(Config):
     is compared with those of the other episodes of its group, all its branches get that advantage, and the weights of
     their losses add up to 1. each: every branch is compared and weighs like an episode of its own."""
     max_attempts: int = Field(4, ge=1, le=1000)
-    """How often an episode that is abandoned again and again is handed out; then its group goes on without it."""
+    """How often an episode that is abandoned again and again is handed out; then its group continues without it."""
 
     @field_validator("environment", mode="before")
     @classmethod

@@ -35,8 +35,8 @@ class AsynchronyConfig(Config):
     require_batches: int = Field(1, ge=1)
     """Mini-batches of one step: the trainer collects them all, then makes one optimiser update for each."""
     on_weight_update: OnWeightUpdate = OnWeightUpdate.INTERRUPT
-    """drain: samples in flight finish under the old weights; interrupt: they keep their tokens and go on under the new
-    weights with a fresh prefix; continue: they go on at once and keep their KV cache. Left out, it is
+    """drain: samples in flight finish under the old weights; interrupt: they keep their tokens and continue under the
+    new weights with a fresh prefix; continue: they continue at once and keep their KV cache. Left out, it is
     drain where staleness_threshold is 0, since nothing is in flight at an update then."""
     max_lag: int | None = Field(None, ge=0)
     """No token older than this many versions is ever trained. Null: the smallest bound that the budget can need,

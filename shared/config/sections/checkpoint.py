@@ -37,9 +37,9 @@ class CheckpointConfig(Config):
     best: BestCheckpointsConfig | None = None
     """Also keep those where a figure was best; null keeps the newest alone."""
     asynchronous: bool = True
-    """Training waits only until the state is copied into the trainer's memory, and goes on while the copy is written to
-    the disk. Until that is done the copy takes as much memory as the checkpoint has bytes, for all ranks on the host of
-    the first; where that is more than half of what is free there, training waits for the disk, as with false."""
+    """Training waits only until the state is copied into the trainer's memory, and continues while the copy is written
+    to the disk. Until that is done the copy takes as much memory as the checkpoint has bytes, for all ranks on the host
+    of the first; where that is more than half of what is free there, training waits for the disk, as with false."""
     upload_to: str | None = None
     """URL of a folder, such as s3://bucket/checkpoints: the gateway copies each whole checkpoint to
     ``<experiment id>/step-N`` below it, beside training, and removes there what ``keep`` and ``best`` remove. The
@@ -52,8 +52,8 @@ class CheckpointConfig(Config):
     contents: tuple[Content, ...] = EVERYTHING
     """What each checkpoint holds, model at least: model is the weights (a critic's too), optimizer AdamW's moments and
     float32 masters, extra the weights of earlier versions and the moving average where they are kept. Steps, data and
-    schedule always go on. Without optimizer whatever goes on from it, after a crash as well, begins with moments of 0
-    and says so, and bfloat16 weights with the rounding of the file."""
+    schedule always continue. Without optimizer whatever continues from it, after a crash as well, begins with moments
+    of 0 and says so, and bfloat16 weights with the rounding of the file."""
     final_contents: tuple[Content, ...] | None = None
     """The same of the checkpoint after the last step, such as [model]; null: as contents."""
     load_contents: tuple[Content, ...] = EVERYTHING

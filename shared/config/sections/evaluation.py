@@ -27,7 +27,7 @@ class HeldOutConfig(RowsConfig):
 
 
 class EvaluationConfig(Config):
-    """Held-out problems, answered at one pinned policy version while training goes on."""
+    """Held-out problems, answered at one pinned policy version while training continues."""
 
     path: str | None = Field(None, min_length=1)
     """Dataset with the columns that `data` names: a file, pattern or folder."""

@@ -45,7 +45,7 @@ class HealthConfig(Config):
     max_groups_without_signal: int | None = Field(None, ge=1)
     """The experiment fails, resumable, once this many groups in a row taught nothing (verl's ``max_num_gen_batches``
     times its batch): all members the same reward, or filtered. A step that trained on others starts the count again.
-    Null: it goes on."""
+    Null: it continues."""
     steps: int = Field(3, ge=1)
     """Steps, and steps' worth of groups, that a check looks back."""
     min_groups: int = Field(48, ge=1)

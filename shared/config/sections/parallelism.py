@@ -106,7 +106,7 @@ class ParallelismConfig(Config):
     critic: CriticParallelismConfig | None = None
     """How the same ranks are divided for the critic, whose passes they share otherwise then. Null: as the policy."""
     collective_timeout_seconds: float = Field(600.0, ge=10, le=7200)
-    """A collective between ranks that takes longer ends the job, which then goes on from its checkpoint."""
+    """A collective between ranks that takes longer ends the job, which then continues from its checkpoint."""
     offload: OffloadConfig = OffloadConfig()
     """What is in the host's memory while a GPU does not need it."""
     mixed_precision: MixedPrecisionConfig | None = None

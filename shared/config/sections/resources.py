@@ -76,7 +76,7 @@ class LendingConfig(Config):
     """Lend once the trainer waited for groups for at least this share of its time, and for longer in each step than it
     takes to get the devices back."""
     over_steps: int = Field(4, ge=2, le=64)
-    """Steps that are looked at before anything is lent, and then with it: where they are no shorter, nothing is lent
+    """Steps that are examined before anything is lent, and then with it: where they are no shorter, nothing is lent
     for four times as many."""
 
 

@@ -326,7 +326,7 @@ class AuditConfig(Config):
     min_groups: int = Field(8, ge=2)
     """Audited groups before anything is concluded."""
     window: int = Field(64, ge=2)
-    """Newest audited groups that are looked at."""
+    """Newest audited groups that are examined."""
     deadline_seconds: float = Field(60.0, gt=0, le=86_400)
     """Time for the second grade of a group, which waits for it. After it the grade counts as failed."""
     pause: bool = True

@@ -42,7 +42,7 @@ class SamplingConfig(Config):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Decoded text that ends a completion, besides the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
 
     @property
     def rarer(self) -> dict[str, float]:

@@ -65,7 +65,7 @@ class ScaleConfig(Config):
 
 
 class NextPoolConfig(Config):
-    """Go on to the next pool of the curriculum: the one with the largest weight exchanges it with the one after it."""
+    """Move to the next pool of the curriculum: the pool with the largest weight exchanges it with the one after it."""
 
     kind: Literal["next_pool"] = "next_pool"
 

@@ -28,7 +28,7 @@ class ProfilerConfig(Config):
 
 
 class SamplesConfig(Config):
-    """Samples are kept in parquet files, in the folder `samples` beside the checkpoints, to be looked at and replayed.
+    """Samples are kept in parquet files, in the folder `samples` beside the checkpoints, to be examined and replayed.
 
     A group is kept whole: all of its answers. Writing never holds a step back: what comes faster than the disk takes
     it, or finds it full, is left out and counted.
@@ -74,8 +74,8 @@ class WandbTrackerConfig(Config):
     group: str | None = Field(None, min_length=1)
     """Runs of one group are shown together; null for none."""
     mode: Literal["online", "offline"] = "online"
-    """offline: written below the experiment's directory, for ``wandb sync``. An online run goes on right after what the
-    service holds; offline, a gateway that is killed may write its last batch twice, with the same steps."""
+    """offline: written below the experiment's directory, for ``wandb sync``. An online run continues right after what
+    the service holds; offline, a gateway that is killed may write its last batch twice, with the same steps."""
 
 
 class MlflowTrackerConfig(Config):

@@ -64,7 +64,7 @@ def callback_key(secret: str, name: str) -> str:
 
 
 Accepts = Callable[[str | None], bool]
-"""Tells whether an ``Authorization`` header is let in."""
+"""Reports whether an ``Authorization`` header is let in."""
 
 
 class Credentials:

@@ -39,7 +39,7 @@ from flotilla.shared.net.retry import retry
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 2.5
-"""Time for the second of the kernel's attempts: one that began in a cut network is made anew soon after the mend."""
+"""Time for the second of the kernel's attempts: one that began in a cut network is made again soon after the mend."""
 LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=16)
 HUNG_SECONDS = 5.0
 """How much longer than it may wait one of several gateways may send nothing of an answer before the next is asked."""

@@ -43,14 +43,14 @@ REFUSED_OFTEN = "too many requests from your address were refused"
 
 
 class Turns:
-    """Lets connections go on, a few in each turn of the loop, in the order in which they were given."""
+    """Lets connections continue, a few in each turn of the loop, in the order in which they were given."""
 
     def __init__(self, at_once: int = READ_AT_ONCE) -> None:
         self._at_once = at_once
         self._waiting: deque[Connection] = deque()
 
     def take(self, connection: "Connection") -> None:
-        """Let a connection go on when its turn comes."""
+        """Let a connection continue when its turn comes."""
         self._waiting.append(connection)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._next)

@@ -24,7 +24,7 @@ SERVER_ERRORS: Final = 500
 
 
 def is_anthropic(path: str) -> bool:
-    """Tell whether Anthropic's clients ask for a path."""
+    """Return whether Anthropic's clients ask for a path."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 

@@ -281,12 +281,12 @@ def _certificates(url: str) -> dict[str, str]:
 
 
 def note_attempt(redis: Redis, *, is_answered: bool, has_failed: bool, began_at: float) -> None:
-    """Note how an attempt ended, whoever made it.
+    """Note how an attempt ended, whichever process made it.
 
     Args:
         redis: the client.
         is_answered: a refusal is an answer, too.
-        has_failed: its connection failed; else whoever made it may have given it up.
+        has_failed: its connection failed; else whichever process made it may have given it up.
         began_at: in seconds of the monotonic clock.
     """
     now = time.monotonic()

@@ -3,8 +3,8 @@
 Nobody waits for it. What comes faster than it goes is left out and counted, and so is what no collector took.
 
 Every process computes the same ids. A group's trace has an id made of experiment, lane and group: nothing is carried
-along, and a group that is claimed again after a crash goes on with its trace. So has the span of its issue, below which
-all others are.
+along, and a group that is claimed again after a crash continues with its trace. So has the span of its issue, below
+which all others are.
 """
 
 import hashlib

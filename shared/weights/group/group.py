@@ -162,7 +162,7 @@ def buckets_of_image(image: mmap.mmap, data: torch.Tensor, bucket_bytes: int) ->
 
 
 def _host_store(opening: Opening, on_opened: Callable[[int], None]) -> TCPStore:
-    # The store would listen on every interface; a socket of ours restricts it to the address we were told.
+    # The store would listen on every interface; a Flotilla socket restricts it to the address we were told.
     with listening_socket(opening.bind_host) as listening:
         port = listening.getsockname()[1]
         store = _store(opening, port, master_listen_fd=listening.detach())

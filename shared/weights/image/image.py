@@ -176,7 +176,7 @@ class WeightImage:
 
         Raises:
             WeightTransferFailed: it is being written, or the file is gone and the system offers no other way to it; or
-                somebody let go of it meanwhile.
+                somebody released it meanwhile.
         """
         try:
             mapped, descriptor = self._open(), Path(f"/proc/self/fd/{self._file.fileno()}")
@@ -300,7 +300,7 @@ class WeightImage:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the mapping was let go of."""
+        """Whether the mapping was released."""
         return self._mapped is None
 
     @property
@@ -357,7 +357,7 @@ class WeightImage:
         )
 
     def take_back(self) -> None:
-        """Give an own image another name, to write it anew: nobody who knew the old one can use it any more.
+        """Give an own image another name, to write it again: nobody who knew the old one can use it any more.
 
         Raises:
             Conflict: another process, or another mapping in this one, still reads the image, or its file is gone.
@@ -391,7 +391,7 @@ class WeightImage:
         self.is_owner = True
 
     def close(self) -> None:
-        """Let go of the mapping; the owner also removes the file. May be called twice."""
+        """Release the mapping; the owner also removes the file. May be called twice."""
         if self._mapped is not None and self.is_owner:
             self.path.unlink(missing_ok=True)
         # Not mmap.close(): it would pull the memory from under tensors that still view it.

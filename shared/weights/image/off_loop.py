@@ -31,13 +31,13 @@ async def map_again(image: WeightImage) -> WeightImage:
 
 
 async def close_images(*images: WeightImage) -> None:
-    """Let go of images, and remove the files of own ones; it is done also when the caller is cancelled."""
+    """Release images, and remove the files of own ones; it is done also when the caller is cancelled."""
     if images:
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, _close, images))
 
 
 class _Making:
-    """Makes an image on a thread; one that its caller gave up on meanwhile is closed by whoever comes second."""
+    """Makes an image on a thread; one that its caller abandoned meanwhile is closed by whoever comes second."""
 
     def __init__(self, make: Callable[[], WeightImage]) -> None:
         self._make = make

@@ -46,7 +46,7 @@ class KeptMappings:
                     image.unlock()
 
     def close(self) -> None:
-        """Let go of all mappings."""
+        """Release all mappings."""
         with self._using:
             for image in self._images.values():
                 image.close()

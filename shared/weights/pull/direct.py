@@ -88,7 +88,7 @@ class DirectServer:
         return key
 
     def close(self) -> None:
-        """Stop listening, break off what is being sent, and let go of all images."""
+        """Stop listening, abort what is being sent, and release all images."""
         with self._lock:
             self._is_closed = True
             tickets, self._tickets = list(self._tickets.values()), {}

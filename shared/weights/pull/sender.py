@@ -27,7 +27,7 @@ RANGE_SECONDS = 600.0
 """Longer than any range takes, also to a caller that is slow: then the process is stuck, and is killed."""
 COMMAND = python_module("flotilla.shared.weights.pull.sending")
 CROWDED_SECONDS = 60.0
-"""For so long no idle core is looked for again."""
+"""For so long no idle core is searched for again."""
 
 
 class RangeSender(Protocol):
@@ -75,7 +75,7 @@ class InlineSender:
 class ProcessSender:
     """Sends through a process, which is started when it is first needed, and again when it has ended.
 
-    It runs where a core is idle. Where none is, another one of low priority goes on with the range, and sends for a
+    It runs where a core is idle. Where none is, another one of low priority continues with the range, and sends for a
     while: a rollout would otherwise wait for training to pause.
     """
 
@@ -147,7 +147,7 @@ class ProcessSender:
                 try:
                     running = self._running[priority] = _Running(priority)
                 except (FlotillaError, OSError) as error:
-                    # Too many processes, no memory for one more: it goes on with what there is.
+                    # Too many processes, no memory for one more: it continues with what there is.
                     log.warning("no process can be started to send weights", extra={"cause": repr(error)})
                     return None
             return running

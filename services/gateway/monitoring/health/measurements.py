@@ -7,7 +7,7 @@ of, as counters do whose process is new. What was seen lately starts empty: a di
 see some steps, so that a change of fast steps is reported within seconds and slow ones are still seen whole. A step
 that lasts longer than all of these together has made them history.
 
-What the training-health checks look at is stored, so that a gateway that starts again goes on where it was. What
+What the training-health checks look at is stored, so that a gateway that starts again continues where it was. What
 services report only grows while their sessions last, so nothing that they counted since the window was stored is lost:
 their next report has it. The figures of steps since then are.
 """

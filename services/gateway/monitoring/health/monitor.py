@@ -24,7 +24,7 @@ LOOK_SECONDS: Final = 1.0
 PAUSING: Final = frozenset({CheckName.GRADERS_DISAGREE.value})
 """Checks whose findings pause the experiment, where the spec says so."""
 REFRESH_SECONDS: Final = 15.0
-"""How old the figures of a finding may be that goes on: each change of a record is stored."""
+"""How old the figures of a finding may be that continues: each change of a record is stored."""
 MEMORY_SECONDS: Final = 5.0
 """How often the memory of processes is stored, at most."""
 STORE_SECONDS: Final = 5.0

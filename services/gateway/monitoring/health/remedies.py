@@ -65,7 +65,7 @@ KEYS: Final[Mapping[CheckName, Callable[[ExperimentSpec, str | None], Keys]]] = 
 }
 """What to change, for checks whose advice is a value of a key."""
 DRAINED: Final = frozenset({CheckName.ROLLOUT_DIFFERS, CheckName.MEMORY_CREEPS})
-"""Checks of one service, which begins anew."""
+"""Checks of one service, which begins again."""
 
 
 def command_for(check: CheckName, subject: str | None, spec: ExperimentSpec) -> str | None:

@@ -30,7 +30,7 @@ class SourceSeries:
         self._sources: dict[str, _Source] = {}
 
     def clear(self) -> None:
-        """Forget all groups; sessions that go on are counted from here."""
+        """Forget all groups; sessions that continue are counted from here."""
         self._sources.clear()
 
     def add(self, report: GradingReport) -> None:
@@ -61,7 +61,7 @@ class SourceSeries:
         return {"before": self._before, "sources": sources}
 
     def restore(self, kept: Mapping[str, Any], *, is_same_start: bool) -> None:
-        """Go on where an earlier gateway was; see ``HealthWindow.restore``."""
+        """Continue where an earlier gateway was; see ``HealthWindow.restore``."""
         before = kept.get("before", {})
         self._before = {session: {k: (v[0], v[1]) for k, v in counts.items()} for session, counts in before.items()}
         for name, described in kept.get("sources", {}).items() if is_same_start else ():

@@ -83,7 +83,7 @@ class HealthWindow:
     def clear(self) -> None:
         """Forget what was seen, such as when the experiment starts again.
 
-        Sessions that go on are counted from here: what they had reported is kept to subtract it.
+        Sessions that continue are counted from here: what they had reported is kept to subtract it.
         """
         self.memory.clear()
         self._sources.clear()
@@ -143,12 +143,12 @@ class HealthWindow:
         }
 
     def restore(self, kept: Mapping[str, Any], *, is_same_start: bool) -> None:
-        """Go on where an earlier gateway was, before anything is recorded.
+        """Continue where an earlier gateway was, before anything is recorded.
 
         Args:
             kept: as ``to_window`` described it; empty where nothing was kept.
             is_same_start: the experiment was not started again since: else sessions alone are taken over, so that
-                those that go on are counted from there.
+                those that continue are counted from there.
         """
         self._grading_before = {name: Graded(**counts) for name, counts in kept.get("grading_before", {}).items()}
         self._sampling_before = {name: Sampled(**counts) for name, counts in kept.get("sampling_before", {}).items()}

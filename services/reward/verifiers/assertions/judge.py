@@ -2,7 +2,7 @@
 
 Each name that the label does not define is a stand-in, and what is done with a stand-in is a *request* to the answer's
 program. The statements run from the start each time, with the replies so far. At the first request without a reply
-the run becomes a *rehearsal*: it goes on as if each assertion held, only to collect the requests that come next.
+the run becomes a *rehearsal*: it continues as if each assertion held, only to collect the requests that come next.
 
 ``stdin`` is ``{"statements": text, "replies": [[request, line of the answer's program], ...]}``.
 """

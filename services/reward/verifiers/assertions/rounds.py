@@ -37,7 +37,7 @@ class Assertions:
         self._first: dict[str, list[Any]] = {}
 
     async def hold(self, program: str, statements: str, run: Run) -> bool:
-        """Tell whether all assertions hold for a program.
+        """Return whether all assertions hold for a program.
 
         Args:
             program: text of the answer's program.

@@ -145,7 +145,7 @@ class RowAdapters:
         self._point(targets)
 
     def pointers(self) -> AdaptersPointers | None:
-        """Return what the kernels read; None while there are no adapters. Rows may be assigned anew meanwhile."""
+        """Return what the kernels read; None while there are no adapters. Rows may be assigned again meanwhile."""
         if not self._adapters:
             return None
         if self._gates is None:

@@ -47,7 +47,7 @@ class Architecture:
 
 
 def is_written_out(config: Mapping[str, Any]) -> bool:
-    """Tell whether a configuration names all that the fused forward depends on, rather than leaving it to defaults."""
+    """Return whether a configuration sets every key that the fused forward depends on, and leaves none to defaults."""
     model_type = config.get("model_type")
     needed = [key for key in WRITTEN_OUT if not (key == "sliding_window" and model_type == "llama")]
     needed += ["head_dim"] if model_type == "qwen3" else []

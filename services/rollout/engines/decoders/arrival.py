@@ -58,7 +58,7 @@ class Arrival:
         return self._is_right
 
     def advance(self, bytes_arrived: int) -> None:
-        """Let the reader go on; see ``WeightTransfer.advance``."""
+        """Let the reader continue; see ``WeightTransfer.advance``."""
         with self._changed:
             self._bytes_arrived = max(self._bytes_arrived, bytes_arrived)
             self._changed.notify_all()

@@ -67,7 +67,7 @@ class Matrix:
         self.bias = torch.empty(shape[0], dtype=dtype, device=device) if has_bias else None
 
     def open(self) -> Tensor:
-        """Begin to read the weight, for the first time or anew.
+        """Begin to read the weight, for the first time or again.
 
         Returns:
             What is to be filled by ``placed``: [out, in], or [out] int64 for the native kernels.
@@ -85,7 +85,7 @@ class Matrix:
         return self._places
 
     def close(self) -> None:
-        """Let go of what was read and is not packed."""
+        """Release what was read and is not packed."""
         self._sources.clear()
 
     def placed(self, source: Tensor) -> Tensor:

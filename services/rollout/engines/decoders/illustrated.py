@@ -121,7 +121,7 @@ class VisionDecoder(CachedDecoder):
         return self._tower.arguments(token_ids, placed.to(self._device)) if placed.images else {"input_ids": token_ids}
 
     def _positions(self, length: int, rows: Sequence[int], images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
-        """Compute the positions of a sequence, and note where its rows go on: [3, length]."""
+        """Compute the positions of a sequence, and note where its rows continue: [3, length]."""
         own = grid_positions(length, [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in images])
         self._differences[list(rows)] = int(own[:, -1].max()) + 1 - length
         return own

@@ -74,7 +74,7 @@ class AdapterUpdate:
 
 
 class EngineAdapters:
-    """Tells which adapters there are, and gives rows those that their requests name.
+    """Reports which adapters there are, and gives rows those that their requests name.
 
     Args:
         decoder: that computes with them, if it can.

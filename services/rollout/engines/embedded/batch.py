@@ -96,12 +96,12 @@ class ActiveRequest:
 
     @property
     def is_running(self) -> bool:
-        """Tell whether one of its samples is in the batch."""
+        """Return whether one of its samples is in the batch."""
         return any(completion is None for completion in self.completions[: self.admitted])
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether every seed has its completion."""
+        """Return whether every seed has its completion."""
         return all(completion is not None for completion in self.completions)
 
 
@@ -148,7 +148,7 @@ class Batch:
         """Cached tokens: prompt and completion without the last sampled token."""
         self.last_tokens = np.zeros(num_slots, dtype=np.int64)
         self.kv_versions = np.zeros(num_slots, dtype=np.int64)
-        """The version under which the first cached token was computed; all are where no update went on with them."""
+        """The version under which the first cached token was computed; all are where no update continued with them."""
         self.experts = None if routing is None else RowExperts(num_slots, context_tokens, routing)
         """Of the rows' tokens, where they are recorded."""
         self._vocab_size = vocab_size
@@ -349,7 +349,7 @@ class Batch:
         return rows[ended]
 
     def some_end_for_certain(self) -> bool:
-        """Tell whether a sample ends with its next token, whichever that is."""
+        """Return whether a sample ends with its next token, whichever that is."""
         return bool((self._is_alive & (self._counts + 1 >= self._limits)).any())
 
     def _hits_stop_id(self, rows: Rows) -> npt.NDArray[np.bool_]:

@@ -80,7 +80,7 @@ class TorchEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether ``step`` has nothing to do."""
+        """Return whether ``step`` has nothing to do."""
         return not (self._requests or self._updates or self._outcomes)
 
     @property

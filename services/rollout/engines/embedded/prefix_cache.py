@@ -60,7 +60,7 @@ class PrefixCache(Generic[Kept]):
         return self._num_bytes
 
     def has_room_for(self, num_bytes: int) -> bool:
-        """Tell whether an entry of this size can be kept, if others make room."""
+        """Return whether an entry of this size can be kept, if others make room."""
         return 0 < num_bytes <= self._max_bytes
 
     def add(self, entry: Entry[Kept]) -> None:
@@ -178,7 +178,7 @@ class KeptTurns:
         return found
 
     def keep(self, batch: Batch, rows: Rows, version: int) -> None:
-        """Keep the KV of samples that have ended and may go on in a next turn, if ``version`` computed all of it."""
+        """Keep the KV of samples that have ended and may continue in a next turn, if ``version`` computed all of it."""
         for row in rows[batch.kv_versions[rows] == version].tolist():
             sample = batch.samples[row]
             assert sample is not None

@@ -23,8 +23,8 @@ MOST_PAUSE_SECONDS: Final = 0.5
 class EngineProfiler:
     """Records a window of steps of each chosen version, once; used by the thread that computes alone.
 
-    Traces are written one after the other on another thread, while the engine goes on. What torch does to end a
-    recording lets no other thread go on, nor does its part of the writing, for as long as there are operations: so a
+    Traces are written one after the other on another thread, while the engine continues. What torch does to end a
+    recording lets no other thread continue, nor does its part of the writing, for as long as there are operations: so a
     step is recorded and thrown away first, and of a window so many steps are kept as end within ``MOST_PAUSE_SECONDS``.
     """
 

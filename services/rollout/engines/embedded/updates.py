@@ -1,6 +1,6 @@
 """Weight updates that wait to be applied, in the order in which they were asked for.
 
-The image of the first is read into the decoder's spare weights while the old version goes on sampling; only the switch
+The image of the first is read into the decoder's spare weights while the old version keeps sampling; only the switch
 waits for the batch. Reading happens between two decode steps or, overlapped, on a thread of its own, which may begin as
 soon as the image begins to arrive: long before anybody asks for the switch. What is read of an image that then proves
 wrong, or is not asked for, is thrown away.

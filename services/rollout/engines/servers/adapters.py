@@ -72,10 +72,10 @@ class ServedAdapters:
         return name
 
     async def load(self, caller: Caller, name: str) -> None:
-        """Have the server load what was staged beside what serves, which goes on.
+        """Have the server load what was staged beside what serves, which continues.
 
         Raises:
-            WeightTransferFailed: it refuses it; what serves goes on.
+            WeightTransferFailed: it refuses it; what serves continues.
             Unavailable, DeadlineExceeded, WorkerDied: nobody knows what it has now.
         """
         try:

@@ -66,7 +66,7 @@ async def _described(dialect: Dialect, caller: Caller, settings: ServerSettings)
 
 
 def failed_start(error: BaseException, settings: ServerSettings, name: str, last_lines: str) -> FlotillaError | None:
-    """Tell what a failed start is to whoever would try again; None if it is what it is.
+    """Return what a failed start is to whoever would try again; None if it is what it is.
 
     What passes by itself at somebody else's server is tried again without an end. A server of ours that does not load
     is a death: started again and again, it would never end.
@@ -75,7 +75,7 @@ def failed_start(error: BaseException, settings: ServerSettings, name: str, last
         error: that the start ended with.
         settings: of the engine.
         name: of this kind of server.
-        last_lines: that a server of ours wrote.
+        last_lines: that a Flotilla server wrote.
     """
     if settings.url is None:
         if isinstance(error, TimeoutError | DeadlineExceeded):

@@ -106,5 +106,5 @@ def reason_of(text: str) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             body = body[key]
-    # Messages about fields go on with the server's own source lines.
+    # Messages about fields continue with the server's own source lines.
     return str(body).split("\n\n  File ")[0][:MAX_DETAIL]

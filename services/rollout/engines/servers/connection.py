@@ -40,7 +40,7 @@ from flotilla.shared.net.client.checked_transport import CheckedAddresses, check
 
 LAST_LINES = 20
 ERROR_LINES = 200
-"""Of the last lines, in how many the error is looked for that ended a server: tracebacks are long."""
+"""Of the last lines, in how many the error is searched for that ended a server: tracebacks are long."""
 MAX_LINE = 400
 USAGE_EXIT_CODE = 2
 """Of a program that refuses its arguments."""
@@ -164,8 +164,8 @@ class Connection:
         settings: how it runs, or where.
         dialect: what kind of server it is.
         place: directory for files of a server that is ours.
-        context_tokens: that a server of ours is started with.
-        label: of the weights that a server of ours is started with.
+        context_tokens: that a Flotilla server is started with.
+        label: of the weights that a Flotilla server is started with.
         on_death: called once when the server is found dead; every later call raises why.
         serving: the label of what the server samples with; None while it is paused or not yet ready.
         transport: another one than sockets, for tests.

@@ -51,7 +51,7 @@ class VersionLabels:
         """Read a label.
 
         Raises:
-            VersionLost: it is none of ours.
+            VersionLost: it is none of Flotilla's.
         """
         number = label.removesuffix(self._mark) if isinstance(label, str) else ""
         if not (number.isascii() and number.isdecimal()) or label != self.of(int(number)):
@@ -183,7 +183,7 @@ class Adapting(Protocol):
         """Load a folder of peft's under a new name, while it samples; what it has stays.
 
         Raises:
-            Refused: it does not take it, and goes on as before.
+            Refused: it does not take it, and continues as before.
         """
 
     async def unload(self, caller: Caller, name: str) -> None:
@@ -257,7 +257,7 @@ class Dialect(Protocol):
     """How it lends its memory; None if it cannot. ``SLEEP`` is among its capabilities if it can."""
 
     def launch(self, settings: ServerSettings, place: Path, context_tokens: int, label: str) -> Launch:
-        """Say how it is started.
+        """Return how it is started.
 
         Args:
             settings: of the engine.
@@ -314,7 +314,7 @@ class Dialect(Protocol):
     async def switch(
         self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause, load a directory that fits under a label, check, go on. After a failure nobody knows the weights."""
+        """Pause, load a directory that fits under a label, check, continue. After a failure the weights are unknown."""
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
         """Ask how many completions run, and how many tokens those have that have not ended."""

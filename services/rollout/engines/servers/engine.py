@@ -77,7 +77,7 @@ class ServerEngine:
         self._context_tokens = settings.context_tokens
         self._version = settings.version
         self._staged: Path | None = None
-        """The directory that was loaded last; servers go on naming it as their model's."""
+        """The directory that was loaded last; servers continue naming it as their model's."""
         prover = dialect.prover
         can_ask = prover is not None and settings.device == "cpu" and (prover.asks_others or settings.url is None)
         self._proof = ServerProof(prover, settings.dtype, settings.load_seconds) if prover and can_ask else None
@@ -192,7 +192,7 @@ class ServerEngine:
         """Have the server load an image, and tell what it has in memory; see ``ProvesWeights.load_proved``.
 
         It is held against the image: the digest is of no use to a server, which hashes in its own way. One that has
-        something else is given up, so that the next one begins anew.
+        something else is given up, so that the next one begins again.
         """
         connection, _ = self._running()
         proof, settings = self._proof, self._settings
@@ -222,7 +222,7 @@ class ServerEngine:
     async def _load_adapters(
         self, adapters: ServedAdapters, image: Path, version: int, on_update: OnWeightUpdate, proof: ServerProof | None
     ) -> None:
-        """Have the server load adapters while it samples, then have all that it samples go on with them."""
+        """Have the server load adapters while it samples, then have all that it samples continue with them."""
         connection, model = self._running()
         if on_update is OnWeightUpdate.CONTINUE:
             raise WeightTransferFailed(
@@ -248,7 +248,7 @@ class ServerEngine:
                 await proof.check_adapters(connection, adapters, name, version)
 
     async def _change_adapters(self, connection: Connection, adapters: ServedAdapters, name: str, version: int) -> None:
-        """End what is at the server, all under the version before; what was not at its end goes on under this one."""
+        """End what is at the server, all under the version before; what was not at its end continues under this one."""
         connection.check()
         with connection.loading(version):
             await self._interrupt(connection)
@@ -329,7 +329,7 @@ class ServerEngine:
             await self._switch(connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
 
     async def _to_the_end(self, connection: Connection, work: Coroutine[None, None, None]) -> None:
-        """Await what changes the server, also when cancelled: half-way there is no way back, so the server goes on."""
+        """Await a change of the server, also when cancelled: a half-made change cannot be undone."""
         await to_the_end(connection.spawn(work, "change of the server"))
 
     async def _switch(
@@ -340,7 +340,7 @@ class ServerEngine:
         mode: OnWeightUpdate,
         proof: ServerProof | None = None,
     ) -> None:
-        """Pause or wake, load, go on. After a failure between nobody knows the weights: the server is given up."""
+        """Pause or wake, load, continue. After a failure between nobody knows the weights: the server is given up."""
         connection.check()
         seconds, sleeper, label = self._settings.load_seconds, self._dialect.sleeper, self._labels.of(version)
 

@@ -24,7 +24,7 @@ class UpdateGate:
 
     @property
     def is_switching(self) -> bool:
-        """Whether the server is being paused, loads weights or goes on again."""
+        """Whether the server is being paused, loads weights or continues again."""
         return self._is_switching
 
     @property

@@ -1,4 +1,4 @@
-"""The requests that a server's engine has accepted, and how all of them are ended at the server to go on afterwards."""
+"""The requests that a server's engine has accepted; all of them can be ended at the server and continued later."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,7 +32,7 @@ class InFlight(dict[str, Active]):
     """Requests by id.
 
     Attributes:
-        num_interruptions: how often all of them were ended at the server, to go on.
+        num_interruptions: how often all of them were ended at the server, to continue.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class InFlight(dict[str, Active]):
 
 
 def what_it_has(completion: Completion) -> Prefix | None:
-    """Make what a completion that was ended goes on with; None where it has no token."""
+    """Make what a completion that was ended continues with; None where it has no token."""
     if not completion.token_ids.size:
         return None
     return Prefix(

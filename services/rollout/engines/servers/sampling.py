@@ -39,7 +39,7 @@ class Sampler:
     Attributes:
         active: what is asked for now.
         generated_tokens: of completions that have ended.
-        prefilled_tokens: of their prompts, and of what they went on with.
+        prefilled_tokens: of their prompts, and of what they continued with.
     """
 
     def __init__(

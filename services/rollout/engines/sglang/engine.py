@@ -141,7 +141,7 @@ class SglangSleeper:
         await caller.post("/release_memory_occupation", {}, seconds=seconds)
 
     async def wake(self, caller: Caller, source: Path, label: str, *, load_seconds: float) -> None:
-        """Take memory for the weights, load them, then take the rest, and go on."""
+        """Take memory for the weights, load them, then take the rest, and continue."""
         body = {"model_path": str(source), "weight_version": label, "flush_cache": True}
         await caller.post("/resume_memory_occupation", {"tags": ["weights"]}, seconds=load_seconds)
         await caller.post("/update_weights_from_disk", body, seconds=load_seconds)
@@ -238,7 +238,7 @@ class SglangDialect:
     async def switch(
         self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause, load, check, go on; running samples are retracted, or keep their cache where the mode says so."""
+        """Pause, load, check, continue; running samples are retracted, or keep their cache where the mode says so."""
         done = {"weight_version": label, "flush_cache": mode is not OnWeightUpdate.CONTINUE}
         prepared = await self._handles.prepare(caller, source) if self._handles is not None else None
         await caller.post("/pause_generation", {"mode": PAUSES[mode]})

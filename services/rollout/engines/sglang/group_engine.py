@@ -78,7 +78,7 @@ class GroupSglangEngine(SglangEngine):
         return self._gate.is_held
 
     async def close(self) -> None:
-        """See ``Engine.close``; a server that goes on without us is left without our group."""
+        """See ``Engine.close``; a server that continues without us is left without our group."""
         connection = self._connection
         if self._settings.url is not None and connection is not None and connection.death is None:
             with suppress(FlotillaError):
@@ -99,7 +99,7 @@ class GroupSglangEngine(SglangEngine):
             self._on_update = on_update
             await self._gate.hold(on_update)
         if self._received is not None:
-            # Of an epoch that came to nothing: another trainer may have made another image of that version since.
+            # Of an epoch that had no result: another trainer may have made another image of that version since.
             self._received, self._has_lost_weights = None, True
         await self._changing(connection, self._join(connection, order))
 
@@ -232,7 +232,7 @@ class GroupSglangEngine(SglangEngine):
 
 
 async def is_reached(host: str, port: int, seconds: float) -> bool:
-    """Tell whether a port takes connections."""
+    """Return whether a port takes connections."""
     try:
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(host, port)
@@ -243,7 +243,7 @@ async def is_reached(host: str, port: int, seconds: float) -> bool:
 
 
 def update_body(bucket: tuple[TensorSpec, ...], name: str) -> Body:
-    """Say which tensors the next broadcast of a group holds, one behind the other."""
+    """Return which tensors the next broadcast of a group holds, one behind the other."""
     return {
         "names": [each.name for each in bucket],
         "dtypes": [TORCH_NAMES[each.dtype] for each in bucket],

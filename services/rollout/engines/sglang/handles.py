@@ -49,7 +49,7 @@ class LoadingByHandles:
         """Hold the first piece of a directory's weights, while the server still samples.
 
         Returns:
-            What ``load`` goes on with; None if they cannot be held, and nothing has happened.
+            What ``load`` continues with; None if they cannot be held, and nothing has happened.
         """
         if self._num_ranks is None:
             self._num_ranks = int((await caller.get("/server_info"))["tp_size"])

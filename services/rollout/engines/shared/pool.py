@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def reason_not_shared(spec: ExperimentSpec) -> str | None:
-    """Say why an experiment needs an engine of its own; None where it may share one.
+    """Return why an experiment needs an engine of its own; None where it may share one.
 
     Args:
         spec: in which nothing is left to ``auto``.

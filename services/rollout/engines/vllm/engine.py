@@ -255,7 +255,7 @@ class VllmSleeper:
         await caller.post("/sleep?level=2", None, seconds=seconds)
 
     async def wake(self, caller: Caller, source: Path, label: str, *, load_seconds: float) -> None:
-        """Take memory for the weights, load and label them, then take that of the KV cache, and go on."""
+        """Take memory for the weights, load and label them, then take that of the KV cache, and continue."""
         await caller.post("/wake_up?tags=weights", None, seconds=load_seconds)
         await _reload(caller, source, label, load_seconds)
         await caller.post("/wake_up?tags=kv_cache", None, seconds=load_seconds)
@@ -366,9 +366,9 @@ class VllmDialect:
     async def switch(
         self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause between two steps, label, load, check, go on.
+        """Pause between two steps, label, load, check, continue.
 
-        Clearing the cache puts running requests back into the queue: they compute their prefix again when it goes on.
+        Clearing the cache puts running requests back into the queue: they compute their prefix again when it continues.
         """
         clears = "false" if mode is OnWeightUpdate.CONTINUE else "true"
         await caller.post(f"/pause?mode=keep&clear_cache={clears}", None)

@@ -1,6 +1,6 @@
 """Runs inside a vLLM server's worker: hashes of the weights that its layers multiply by, and packs those of tied heads.
 
-It imports nothing of ours.
+It imports nothing of Flotilla.
 
 The server is started with a copy of this file as its worker extension, and asked by ``/collective_rpc``. A CPU layer
 packs its weights for its kernel and forgets the plain ones: they are read back as what it makes of unit vectors.

@@ -22,7 +22,7 @@ def upgrade() -> None:
 
 
 def _make_again() -> None:
-    """SQLite changes no constraint of a table that is there. Cursors go on: no number is given out again."""
+    """SQLite changes no constraint of a table that is there. Cursors continue: no number is given out again."""
     # Of an upgrade that was cut short: the database takes such changes at once.
     op.execute(f"DROP TABLE IF EXISTS {COPY}")
     op.create_table(

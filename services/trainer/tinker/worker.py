@@ -262,7 +262,7 @@ class TrainingWorker:
 
     def _scores(self, wanted: Sample, path: str | None) -> Answer:
         tokens, count = wanted.prompt.token_ids, wanted.topk_prompt_logprobs
-        if path is not None and SavedPath.read(path).kind is not Kind.SAMPLER:
+        if path is not None and SavedPath.read(path).kind not in (Kind.SAMPLER, Kind.EPHEMERAL):
             raise InvalidRequest(f"{path} is not to be sampled from: save_weights_for_sampler makes what is")
         log_probs, top = self._trainer.score(path, tokens, count)
         first = 1 if wanted.prompt_logprobs_last_n is None else max(1, len(tokens) - wanted.prompt_logprobs_last_n)

@@ -307,6 +307,23 @@ def test_what_is_scored_is_what_the_sampling_session_samples_from() -> None:
     assert trainer.scored == ["tinker://s:train:0/sampler_weights/own"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_sampled"),
+    [("sampler_weights", True), ("ephemeral", True), ("weights", False), ("external_weights", False)],
+)
+def test_scores_are_of_what_is_saved_to_be_sampled_from(kind: str, is_sampled: bool) -> None:
+    path = f"tinker://s:train:0/{kind}/000001"
+    queue = MemoryQueue(
+        Work.SCORE, [Request("r0", "0", "", 0, "", Sample(prompt=PROMPT, path=path).model_dump_json().encode())]
+    )
+    trainer = NotingTrainer()
+
+    trained(queue, trainer)
+
+    assert trainer.scored == ([path] if is_sampled else [])
+    assert (b"is not to be sampled from" in queue.answers["r0"].content) is not is_sampled
+
+
 def test_owners_take_turns_at_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = [replace(each, owner="a") for each in requests(*[Verb.CREATE] * 4)]
     theirs = [Request(f"t{seq}", str(seq), Verb.CREATE, seq, "t:train:0", b"x", "b") for seq in range(2)]

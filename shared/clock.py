@@ -32,7 +32,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told."""
+    """A clock that moves only by ``advance``."""
 
     def __init__(self, start: float = 1_000_000.0) -> None:
         self.time = start
@@ -68,7 +68,7 @@ def pause_after(
 
 
 class Pauses:
-    """Counts failures, and says by ``pause_after`` how long to wait after each."""
+    """Counts failures, and returns by ``pause_after`` how long to wait after each."""
 
     def __init__(self, first_seconds: float, longest_seconds: float) -> None:
         self._first_seconds = first_seconds

@@ -44,7 +44,7 @@ from typing import ClassVar
 
 Scalar = str | int | float | bool | None
 MAX_ERRORS = 20
-"""Entries of ``errors`` that are listed; of the others a problem says how many there are."""
+"""Entries of ``errors`` that are listed; of the others a problem gives the number."""
 
 
 class FlotillaError(Exception):
@@ -117,7 +117,7 @@ class NotFound(FlotillaError):
 
 
 class MethodNotAllowed(FlotillaError):
-    """The path exists, but not with this HTTP method; ``allowed`` says with which."""
+    """The path exists, but not with this HTTP method; ``allowed`` lists the methods."""
 
     code, title, status = "method_not_allowed", "Method not allowed", 405
 
@@ -153,7 +153,7 @@ class Conflict(FlotillaError):
 
 
 class ActionNotAllowed(Conflict):
-    """The experiment's state does not allow this action; the detail says which actions it allows."""
+    """The experiment's state does not allow this action; the detail lists the allowed actions."""
 
     code, title = "action_not_allowed", "The state does not allow this action"
 
@@ -279,7 +279,7 @@ class WorkerDied(FlotillaError):
 
 
 class ServerUnreachable(WorkerDied):
-    """A server that was reached before, and is somebody else's to start, cannot be reached now; it may come back."""
+    """An external server that was reached before cannot be reached now; it may come back."""
 
     code, title, status = "server_unreachable", "A server cannot be reached", 500
 
@@ -291,5 +291,5 @@ def all_errors(root: type[FlotillaError] = FlotillaError) -> list[type[FlotillaE
 
 def error_for_code(code: str) -> type[FlotillaError]:
     """Find the class that sends ``code``; the base class for a code of a newer server."""
-    # The last: a subclass that inherits its code may be made of other arguments, and does not stand for its parent.
+    # The last: a subclass that inherits its code may be made of other arguments, and does not replace its parent.
     return {each.code: each for each in all_errors()}.get(code, FlotillaError)

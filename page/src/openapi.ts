@@ -102,7 +102,8 @@ export interface components {
             pool?: string | null;
             /**
              * Live Changes
-             * @description Whether a trainer, rollout or reward takes changes of its spec while it works; earlier releases do not say so.
+             * @description Whether a trainer, rollout or reward takes changes of its spec while it works; earlier releases do not report
+             *     it.
              * @default false
              */
             live_changes: boolean;
@@ -176,7 +177,7 @@ export interface components {
         DeviceReport: {
             /**
              * Shift
-             * @description The order that it follows; a report of an earlier shift says nothing about this one.
+             * @description The order that it follows; a report of an earlier shift does not apply.
              */
             shift: number;
             /**
@@ -186,7 +187,7 @@ export interface components {
             is_held: boolean;
             /**
              * Is Wanted
-             * @description Whether it cannot go on without the devices (trainer).
+             * @description Whether it cannot continue without the devices (trainer).
              * @default false
              */
             is_wanted: boolean;
@@ -236,7 +237,7 @@ export interface components {
             rules: components["schemas"]["RuleView"][];
             /**
              * Failing
-             * @description Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back.
+             * @description The service that does not work now, such as one whose engine is restarting: it bounds the speed until then.
              * @default []
              */
             failing: components["schemas"]["FailingService"][];
@@ -387,7 +388,7 @@ export interface components {
         };
         /**
          * ExperimentKind
-         * @description Who decides what an experiment does.
+         * @description The origins of a decision about an experiment.
          * @enum {string}
          */
         ExperimentKind: "spec" | "tinker";
@@ -411,7 +412,7 @@ export interface components {
             };
             /**
              * Waiting
-             * @description What it waits for, and who has it; null if it has all that it needs.
+             * @description What it waits for, and which experiment has it; null if it has all that it needs.
              */
             waiting: string | null;
             /**
@@ -520,7 +521,7 @@ export interface components {
         };
         /**
          * Failure
-         * @description Why a worker cannot go on.
+         * @description Why a worker cannot continue.
          */
         Failure: {
             /** Component */
@@ -572,7 +573,7 @@ export interface components {
             num_pairs_tried: number;
             /**
              * Largest Skew Seconds
-             * @description Of the clocks of those that were asked, against the gateway's; None where nobody answered.
+             * @description Of the clocks of those that were asked, against the gateway's; None without an answer.
              */
             largest_skew_seconds?: number | null;
             /** Seconds */
@@ -862,7 +863,7 @@ export interface components {
             audit_missing: number;
             /**
              * Last Audit Error
-             * @description What the second grader said of the newest of them.
+             * @description The second grader's figures for the newest of them.
              */
             last_audit_error?: string | null;
             /**
@@ -916,7 +917,7 @@ export interface components {
             base_url: string;
             /**
              * Model
-             * @description Name to give as the model; any other is taken for it.
+             * @description Name to give as the model; any other name is accepted too.
              */
             model: string;
         };
@@ -1003,19 +1004,19 @@ export interface components {
         };
         /**
          * JobReport
-         * @description What a trainer service says of its node of a training job on several hosts.
+         * @description A trainer service's report on its node of a training job on several hosts.
          */
         JobReport: {
             /**
              * Epoch
-             * @description The trainer epoch that the job belongs to: what is said of another one counts for nothing.
+             * @description The trainer epoch that the job belongs to: reports of another one are ignored.
              */
             epoch: number;
             /** Host */
             host?: string | null;
             /**
              * Port
-             * @description Where the job's store listens; the first node says it once it does.
+             * @description Where the job's store listens; the first node reports it.
              */
             port?: number | null;
             /**
@@ -1197,12 +1198,12 @@ export interface components {
         };
         /**
          * ObservedState
-         * @description All that a service says about itself at one instant.
+         * @description A service's full report at one instant.
          */
         ObservedState: {
             /**
              * Number
-             * @description Grows with each instant: two calls may overtake each other on their way. 0 where an earlier release says it.
+             * @description Grows with each instant: two calls may overtake each other on their way. 0 from an earlier release.
              * @default 0
              */
             number: number;
@@ -1286,13 +1287,13 @@ export interface components {
             first_group_id: number;
             /**
              * Source Weights
-             * @description By which weights the other experiment took turns among its sources, oldest first: turns go on from there.
+             * @description By which weights the other experiment took turns among its sources, oldest first: turns continue from there.
              * @default []
              */
             source_weights: components["schemas"]["WeightsFrom"][];
             /**
              * Generated Tokens
-             * @description Of the checkpoint's figures, which the experiment's own go on from; 0 where an earlier release took it.
+             * @description Of the checkpoint's figures, which the experiment's own continue from; 0 where an earlier release took it.
              * @default 0
              */
             generated_tokens: number;
@@ -1470,7 +1471,7 @@ export interface components {
         };
         /**
          * PrunedPart
-         * @description A part that goes, went, or is kept although its time is over.
+         * @description A part that is deleted, or kept although its time is over.
          */
         PrunedPart: {
             /** Experiment Id */
@@ -1485,13 +1486,13 @@ export interface components {
             ended_at: string;
             /**
              * Why
-             * @description Why it goes; or who refers to it, or what kept it from being deleted.
+             * @description Why it is deleted; or what refers to it, or why it could not be deleted.
              */
             why: string;
         };
         /**
          * Pruning
-         * @description What a look at everything that finished experiments left came to.
+         * @description The result of one pass over the data of finished experiments.
          */
         Pruning: {
             /** Dry Run */
@@ -1550,7 +1551,7 @@ export interface components {
         PublicationPhase: "preparing" | "transferring" | "committed" | "aborted";
         /**
          * PublicationReport
-         * @description What a member says about a publication, as part of its observed state.
+         * @description A member's report on a publication, as part of its observed state.
          */
         PublicationReport: {
             /** Version */
@@ -1594,7 +1595,7 @@ export interface components {
         };
         /**
          * ReceiveState
-         * @description How far a member is with the publication it was told of.
+         * @description A member's progress in a publication.
          * @enum {string}
          */
         ReceiveState: "joined" | "received" | "failed";
@@ -1710,7 +1711,7 @@ export interface components {
         };
         /**
          * SampleExcerpt
-         * @description One graded sample, cut for people to look at.
+         * @description One graded sample, cut for people to read.
          */
         SampleExcerpt: {
             /** Prompt */
@@ -1904,7 +1905,7 @@ export interface components {
             completions: number;
             /**
              * Past Special
-             * @description Completions that go on after a special token, which ends none of them.
+             * @description Completions that continue after a special token, which ends none of them.
              * @default 0
              */
             past_special: number;
@@ -1998,7 +1999,7 @@ export interface components {
         ServiceLogEntry: {
             /**
              * At
-             * @description RFC 3339; when it was read where it does not say it itself, such as a line of a library's process.
+             * @description RFC 3339; when it was read if the line has no time of its own, such as a library's.
              * @default
              */
             at: string;
@@ -2024,7 +2025,7 @@ export interface components {
             facts: string;
             /**
              * Experiment Id
-             * @description What the process worked for; None where it did not say so.
+             * @description The experiment that the process worked for; None if unknown.
              */
             experiment_id?: string | null;
             /**
@@ -2042,7 +2043,7 @@ export interface components {
             items: components["schemas"]["ServiceLogEntry"][];
             /**
              * Unread
-             * @description Services that did not say what they logged, and why not.
+             * @description Services whose log could not be read, and why not.
              * @default {}
              */
             unread: {
@@ -2070,12 +2071,12 @@ export interface components {
             lease_expires_in_seconds: number;
             /**
              * Is Draining
-             * @description It takes nothing new: it was told to leave its experiment, or the fleet.
+             * @description It takes nothing new: it is leaving its experiment, or the fleet.
              */
             is_draining: boolean;
             /**
              * Experiment Id
-             * @description What it is assigned to, which it may not have taken up or left yet.
+             * @description Its assignment, which it may not have opened or closed yet.
              */
             experiment_id?: string | null;
             /**
@@ -2085,7 +2086,7 @@ export interface components {
             leaving?: string | null;
             /**
              * Notice Ends In Seconds
-             * @description What is left of the time that it has to leave.
+             * @description The remaining time that it has to leave.
              */
             notice_ends_in_seconds?: number | null;
             observed: components["schemas"]["ObservedState"];
@@ -2258,7 +2259,7 @@ export interface components {
             trained_tokens: number;
             /**
              * Saved Tokens
-             * @description Of the trained ones, those that a rollout which left had handed over: nobody sampled them twice.
+             * @description Of the trained ones, those that a departing rollout handed over: they were not sampled twice.
              */
             saved_tokens: number;
             /**
@@ -2292,7 +2293,7 @@ export interface components {
             delivered: number;
             /**
              * Failed
-             * @description Given up: refused, or not answered in any attempt.
+             * @description Abandoned: refused, or not answered in any attempt.
              */
             failed: number;
             /**

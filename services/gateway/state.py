@@ -85,7 +85,7 @@ async def open_state(settings: GatewaySettings) -> AsyncIterator[GatewayState]:
     """
     await asyncio.to_thread(settings.experiments.mkdir, parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        # First: only who leads may touch the data plane.
+        # First: only the gateway that holds the lock may touch the data plane.
         store = await SqlStore.open(settings.resolved_database_url, settings.address, settings.on_deposed)
         stack.push_async_callback(store.close)
         if store.has_standbys:

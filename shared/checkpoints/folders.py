@@ -1,4 +1,4 @@
-"""Checkpoints on disk as everybody reads them: which are there, and what each says about itself.
+"""Checkpoints on disk, as all services read them: which exist, and the metadata of each.
 
 The trainer writes them; the gateway looks here for what is durable, since its database may be older or newer. Whoever
 writes there could make links to what they may not read and the gateway may: so below a checkpoint none is followed, and
@@ -35,7 +35,7 @@ CRITIC = "critic.safetensors"
 AVERAGE = "average.safetensors"
 READ_BYTES = 8 << 20
 FIXED_WEIGHTS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
-"""Settings that say what the tensors of a checkpoint are."""
+"""Settings that determine the tensors of a checkpoint."""
 LATER_KEYS = ("changes", "reward_moments", "curriculum")
 """Keys of the state that an earlier release refuses: they are written where they hold something."""
 _COMPLETE = pattern(r"step-(\d{8})")
@@ -58,7 +58,7 @@ class CheckpointState(Described):
     lineage: str = ""
     """Names the groups of every step, in order; empty where an earlier release wrote it."""
     recent: list[dict[str, Any]] = Field(default_factory=list)
-    """Plans of the last steps, oldest first: a data plane that came back older is told what they trained."""
+    """Plans of the last steps, oldest first: a data plane that came back older learns from them what was trained."""
     updates: int = Field(ge=0)
     """Optimiser updates done."""
     trained: list[list[int]]
@@ -187,7 +187,7 @@ def check_files(stored: StoredCheckpoint, moved: Callable[[], None] = lambda: No
 
 
 def state_of(path: Path, below: Path | None = None) -> CheckpointState | None:
-    """Read what a checkpoint says about itself; None if it is not there, not readable, or files of it are missing.
+    """Read a checkpoint's metadata; None if it does not exist, is not readable, or lacks files.
 
     Args:
         path: its folder.

@@ -179,7 +179,7 @@ def reconcile(
     Args:
         standing: what the trainer and the data plane have.
         committed: the current version, as the control plane has it.
-        newest_version: highest number that anybody else knows of, such as one that was announced and aborted.
+        newest_version: highest number known elsewhere, such as one that was announced and aborted.
         steps_per_version, total_steps: of the experiment.
     """
     plans, _ = split_plans(standing)

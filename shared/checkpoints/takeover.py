@@ -1,4 +1,4 @@
-"""What a trainer and the gateway tell each other when the trainer takes over: what it has, and what is true then."""
+"""Messages between trainer and gateway at a takeover: what the trainer has, and the agreed state."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ class TakeoverRequest(Wire):
     """Highest number that the data plane knows of."""
     lineage: str = ""
     groups_waiting: int = Field(0, ge=0)
-    """Groups of plans that were given up: they wait again."""
+    """Groups of abandoned plans: they wait again."""
     groups_lost: int = Field(0, ge=0)
     """Groups that do not count as trained any more."""
     changes: tuple[LiveChange, ...] = ()

@@ -25,7 +25,7 @@ def is_of_each_machine(host: str) -> bool:
 async def address_elsewhere(host: str, port: int) -> str:
     """Resolve the host of a service on another machine, and choose the address to connect to.
 
-    What a service says of itself is not believed: a name of its choice could lead whoever tries it to a port of their
+    What a service reports of itself is not trusted: a name of its choice could lead its caller to a port of their
     own machine. All addresses of the name count, and the connection goes to the one that was examined.
 
     Raises:

@@ -71,7 +71,7 @@ async def attempt(service_id: str, use: str, port: int, ask: Callable[[], Awaita
     except TimeoutError:
         outcome = SILENT
     except Exception as error:
-        # Addresses and ports are what other services said of themselves: whatever they raise is an outcome.
+        # Addresses and ports are reported by other services: any exception is an outcome.
         outcome, detail = _outcome(error), str(error) or type(error).__name__
     return Attempt(
         service_id=service_id,

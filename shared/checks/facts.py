@@ -30,7 +30,7 @@ MEBIBYTE: Final = 1024**2
 QUERY: Final = ("nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits")
 QUERY_SECONDS: Final = 5.0
 OWNERS: Final = re.compile(r"flotilla\.services\.\w+|flotilla(\.cli)?")
-"""Modules that own others; whatever else of ours runs is somebody's child."""
+"""Modules of processes that own others; every other Flotilla process is a child."""
 LONGEST_COMMAND: Final = 200
 
 
@@ -66,7 +66,7 @@ class Holding:
 
 
 def parse_holdings(text: str) -> list[Holding]:
-    """Read what nvidia-smi says of processes: pid, UUID of the device, MiB; other lines are left out."""
+    """Parse the process list of nvidia-smi: pid, UUID of the device, MiB; other lines are left out."""
     found = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -77,7 +77,7 @@ def parse_holdings(text: str) -> list[Holding]:
 
 
 def orphans(running: Iterable[Running], holdings: Iterable[Holding]) -> list[Orphan]:
-    """Find children of ours without an owner, and whoever else holds a device; those with devices first."""
+    """Find Flotilla's orphaned child processes, and others that hold a device; those with devices first."""
     processes = {each.pid: each for each in running}
     held: dict[int, list[Holding]] = {}
     for each in holdings:
@@ -179,7 +179,7 @@ def release() -> str:
 
 
 def host_facts(environment: Mapping[str, str] = os.environ) -> HostFacts:
-    """Find out what can be known of this process and its host without asking anybody else; blocks."""
+    """Collect the facts of this process and its host locally; blocks."""
     own = sources()
     temporary = Path(tempfile.gettempdir())
     # Of the file system, not of a cgroup: /dev/shm of a container has a size of its own.
@@ -202,7 +202,7 @@ def host_facts(environment: Mapping[str, str] = os.environ) -> HostFacts:
 
 
 def count_free(ports: Iterable[int]) -> int:
-    """Count the ports that nobody listens on."""
+    """Count the ports without a listener."""
     free = 0
     for port in ports:
         with socket.socket() as probe, suppress(OSError):

@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 
 LINGER_SECONDS: Final = 60.0
-"""Then nobody calls any more, whatever became of the gateway."""
+"""After this no caller remains, whatever happened to the gateway."""
 _Listen = Callable[[], socket.socket]
 
 
 class Listeners:
-    """Listens on one port of each kind that services exchange data on, and says on each the examination's id."""
+    """Listens on one port of each kind that services exchange data on, and sends the examination's id on each."""
 
     def __init__(self, host: str, linger_seconds: float = LINGER_SECONDS) -> None:
         self._host = host
@@ -145,7 +145,7 @@ class HostChecks:
 
 
 def write_into(folder: str | None, name: str, content: str) -> str | None:
-    """Write a small file of this name into a folder that somebody else has made; return why it cannot be."""
+    """Write a small file of this name into an existing folder; return why that fails."""
     if folder is None:
         return None
     if Path(name).name != name:

@@ -83,7 +83,7 @@ class CallProcess:
         return len(self._waiting)
 
     async def start(self) -> Any:
-        """Start the process where there is none, let it load, and return what it says of what it loaded.
+        """Start the process if there is none, let it load, and return its description of what it loaded.
 
         Raises:
             InvalidSpec: it ended while it loaded; or whatever error its ``load`` raised.
@@ -120,12 +120,12 @@ class CallProcess:
     async def call(
         self, content: object, *, seconds: float | None = None, on_progress: Callable[[Any], None] | None = None
     ) -> Any:
-        """Ask the process; whoever stops waiting gives the call up.
+        """Call the process; a caller that stops waiting abandons the call.
 
         Args:
             content: in JSON.
             seconds: longest time; None: the caller bounds it.
-            on_progress: gets what the other side says before its answer; see ``serving.progress_of_call``.
+            on_progress: gets the child's messages before its answer; see ``serving.progress_of_call``.
 
         Raises:
             WorkerDied: the process ended, or what is asked is too large.
@@ -154,7 +154,7 @@ class CallProcess:
             self._on_progress.pop(number, None)
 
     def tell(self, content: object) -> None:
-        """Have the process do something, after what it was told and asked before; nobody hears of the result.
+        """Send the process a command, in order with earlier calls; the result is discarded.
 
         Raises:
             WorkerDied: as of ``call``.
@@ -234,7 +234,7 @@ class CallProcess:
         return child.has_ended or self._described is child
 
     def _fail(self, child: Child, how: str | None = None) -> None:
-        """Fail the calls that a child which is over has not answered."""
+        """Fail the calls that an ended child has not answered."""
         self._describe(child, how)
         for its, answer in self._waiting.values():
             if its is child and not answer.done():
@@ -247,7 +247,7 @@ class CallProcess:
             self.was_killed = child.exit_code == -signal.SIGKILL and not child.is_killed_here
 
     async def _read_answers(self, child: Child) -> bool:
-        """Read until the end; False after what is no answer: who wrote it is not trusted to write another."""
+        """Read until the end; False after a malformed answer: its writer is not trusted to write another."""
         try:
             while line := await child.stdout.readline():
                 number, result, *failed = json.loads(line)
@@ -274,7 +274,7 @@ class BlockingCalls:
     """A process that was started; several threads may call at once.
 
     Attributes:
-        about: what it says of what it loaded.
+        about: its description of what it loaded.
     """
 
     def __init__(self, process: CallProcess, portal: BlockingPortal, about: Any) -> None:

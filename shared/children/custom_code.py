@@ -26,7 +26,7 @@ def load_callable(reference: str, *, what: str, kind: str, accepts: Callable[[An
 
     Args:
         reference: the file and the name in it.
-        what: who asks, for messages, such as ``custom verifier``.
+        what: the caller, for messages, such as ``custom verifier``.
         kind: what the name stands for, such as ``function``.
         accepts: which of the file's names to offer when there is no such name.
 

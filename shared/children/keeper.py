@@ -1,4 +1,4 @@
-"""Run as a program between us and a server: nothing that the server starts outlives us, whoever is killed and when.
+"""Runs as a program between us and a server: nothing that the server starts outlives us, whichever is killed.
 
     ours --(pipe)--> keeper --> the server --> its children, and what those leave behind
 
@@ -30,7 +30,7 @@ CANNOT_START = 126
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS = 3.0
 POLL_SECONDS = 0.2
-"""Between two looks for those who were born while the others were killed."""
+"""Between two scans for processes started while others were killed."""
 
 
 class Keeper:
@@ -57,7 +57,7 @@ class Keeper:
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGTERM, self._on_term)
-        # Whoever presses Ctrl-C means the fleet, which ends us in peace.
+        # Ctrl-C is meant for the fleet, which ends us in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def start(self, command: list[str]) -> None:
@@ -80,7 +80,7 @@ class Keeper:
         process.returncode = 0
 
     def run(self) -> int:
-        """Keep them until none is left; return how the server ended, as ``waitpid`` says it."""
+        """Reap children until none is left; return the server's wait status."""
         while self._reap():
             self._follow()
             watched = [self._woken] if self._is_alone else [self._woken, sys.stdin.fileno()]
@@ -95,7 +95,7 @@ class Keeper:
         self._is_told = True
 
     def _reap(self) -> bool:
-        """Take note of those who have ended; False if nobody is left."""
+        """Reap ended children; False if none is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -111,7 +111,7 @@ class Keeper:
         if self._is_alone or (self._kills_at is not None and now >= self._kills_at):
             self._kill(now)
         elif self._kills_at is None and (self._is_told or self._status is not None):
-            # Whoever asked has a deadline of its own, at which it closes the pipe.
+            # The caller has a deadline of its own, at which it closes the pipe.
             self._kills_at = float("inf") if self._is_told else now + self._seconds
             for pid, command in descendants().items():
                 if TRACKER not in command:

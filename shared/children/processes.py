@@ -1,7 +1,7 @@
 """Child processes: how they are started, and that they never outlive their owner.
 
-Of a program that is not ours and starts others nothing outlives us, whoever is killed and when. Between it and us is a
-keeper (``keeper.py``), which ends when nothing of the program is left, ends everything when we die, and ends as the
+Of a foreign program that starts others nothing outlives us, whichever process is killed, and when. Between it and us is
+a keeper (``keeper.py``), which ends when nothing of the program is left, ends everything when we die, and ends as the
 program did.
 """
 
@@ -192,8 +192,8 @@ def kill(process: asyncio.subprocess.Process) -> None:
 def end_family() -> None:
     """Kill every process that descends from this one, and wait for their ends; blocks.
 
-    All are found before any is killed: who loses its parent is not found any more. Nobody is reaped here: that is for
-    whichever process started them.
+    All are found before any is killed: a process without its parent is not found any more. Nothing is reaped here: that
+    is for whichever process started them.
     """
     family = psutil.Process().children(recursive=True)
     for process in family:
@@ -220,7 +220,7 @@ def die_with_parent(parent_pid: int | None = None, *, with_signal: int = signal.
     Without the request (not Linux) nothing happens: the parent then ends its children itself.
 
     Args:
-        parent_pid: the parent to expect; if it is gone already, this process ends at once.
+        parent_pid: the expected parent; if it has ended already, this process ends at once.
         with_signal: the signal to get.
     """
     if sys.platform != "linux":
@@ -359,7 +359,7 @@ class Kept:
             os.close(lifeline)
         await reap(self._process)
         await asyncio.wait([self._ending], timeout=LAST_WORDS_SECONDS)
-        # Somebody may have killed the keeper: a child that stays would keep its memory and its device.
+        # The keeper may have been killed: a child that stays would keep its memory and its device.
         if self._ended_at is not None and _is_group_of(self.pid, self._ended_at):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -373,7 +373,7 @@ class Kept:
 
 
 def _is_group_of(leader: int, ended_at: float) -> bool:
-    """Return whether a process group is the one of a leader that has ended: its number may have been given again.
+    """Return whether a process group is the one of a leader that has ended: its number may have been reused.
 
     The number stays taken while a member lives, so of that group one was born before the leader's end; of a later one
     none was, and its own leader may live.

@@ -9,7 +9,7 @@ from flotilla.shared.clock import pause_after
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-"""Between starts, where whoever starts has no reason for others."""
+"""Default pauses between starts."""
 
 
 class Restarts:
@@ -21,7 +21,7 @@ class Restarts:
         first_pause_seconds: after the first death.
         growth: each pause over the one before.
         longest_pause_seconds: no pause is longer.
-        now: tells the time in seconds; never goes back.
+        now: a monotonic clock, in seconds.
     """
 
     def __init__(

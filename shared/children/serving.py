@@ -1,6 +1,6 @@
-"""The child's side of ``calls``: loads what it is told, answers until its input ends, and dies with its parent.
+"""The child's side of ``calls``: loads what the owner names, answers until its input ends, and dies with its parent.
 
-A process that runs somebody's code cannot look into the memory of the service that started it.
+A process that runs user code cannot read the memory of the service that started it.
 
 Landlock keeps a process from tracing any that is outside its own domain, which reading ``/proc/PID/mem`` is, root's
 processes included; newer kernels also keep it from sending them signals. Environments are still shown: services take
@@ -65,15 +65,15 @@ def confine() -> bool:
 
 
 MAX_LINE_BYTES = 1 << 30
-"""Of a message of the owner's, who bounds what it sends."""
+"""Largest message of the owner, which bounds what it sends."""
 MARK = b'"serving"\n'
-"""What the child says on a line of its own when standard output is the owner's alone."""
+"""The line with which the child reserves standard output for the owner."""
 
 _progress: ContextVar[Callable[[object], None]] = ContextVar("progress", default=lambda _: None)
 
 
 def progress_of_call() -> Callable[[object], None]:
-    """Return what tells the owner, in JSON, how far the call that is being handled is; any thread may call it."""
+    """Return a function that reports the present call's progress to the owner, in JSON; any thread may call it."""
     return _progress.get()
 
 
@@ -82,7 +82,7 @@ class Loaded(Protocol):
 
     @property
     def about(self) -> object:
-        """What the owner is told of it, in JSON."""
+        """What is reported to the owner about it, in JSON."""
 
     def handle(self, content: Any) -> object | Awaitable[object]:
         """Do what a call asks for, and return the result in JSON.

@@ -86,7 +86,7 @@ class Child:
     Args:
         process: with standard input, output and error as pipes.
         transport: of its pipes.
-        exited: is set when the process has ended, whoever holds its pipes.
+        exited: is set when the process has ended, even if its pipes are still held.
         words: gets what it writes to standard error.
         leads_session: whether its process group is its own.
     """
@@ -204,7 +204,7 @@ async def spawn(
 
     starting = asyncio.create_task(start(), name="spawning", context=context)
     try:
-        # Not every loop ends what it has begun to start for somebody who is cancelled meanwhile.
+        # Not every loop ends a start whose caller is cancelled meanwhile.
         return await to_the_end(starting)
     except asyncio.CancelledError:
         if starting.done() and starting.exception() is None:
@@ -217,7 +217,7 @@ class Forked:
 
     Args:
         run: what the child does with its end of the socket.
-        on_line: told each line that it writes there, without the end of line.
+        on_line: called with each line that it writes there, without the line break.
 
     Attributes:
         pid: of the child.
@@ -239,7 +239,7 @@ class Forked:
         self.cause = asyncio.create_task(self._keep(on_line), name="forked child")
 
     def tell(self, data: bytes) -> None:
-        """Write to its socket, at once or not at all: who does not read for so long that it is full is stuck.
+        """Write to its socket without waiting: a child that does not read until it is full is stuck.
 
         Raises:
             OSError: the child has ended, or does not read.
@@ -295,7 +295,7 @@ def _become(
         die_with_parent(parent, with_signal=signal.SIGKILL)
         for number in (1, 2):
             os.dup2(errors.fileno(), number)
-        # Whoever waits for the end of another child, or of the parent, must see it.
+        # Waiters for the end of another child, or of the parent, must see it.
         kept = os.dup2(control.detach(), 3)
         os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
         run(socket.socket(fileno=kept))

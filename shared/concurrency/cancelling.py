@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 class _Block:
-    """The part of a task that may be cancelled for a reason of ours. ``error`` says it in place of the cancellation."""
+    """The part of a task that we may cancel for a reason; ``error`` is then raised instead of the cancellation."""
 
     def __init__(self, error: Exception) -> None:
         task = asyncio.current_task()
@@ -98,8 +98,8 @@ class Happening(asyncio.Event):
 async def until_done(work: "asyncio.Future[Any]") -> None:
     """Wait for the end of what must not be left half-way, whatever comes of it; never cancels it.
 
-    Who is cancelled meanwhile waits all the same, and is cancelled then. However often: a deadline that passes and the
-    end of whoever set it are two cancellations.
+    A caller that is cancelled meanwhile waits all the same, and is cancelled then. However often: a deadline that
+    passes and the end of whoever set it are two cancellations.
     """
     is_cancelled = False
     while not work.done():
@@ -108,13 +108,13 @@ async def until_done(work: "asyncio.Future[Any]") -> None:
         except asyncio.CancelledError:
             is_cancelled = True
     if not work.cancelled():
-        work.exception()  # seen, whoever wants to know it
+        work.exception()  # retrieved, so that asyncio does not warn
     if is_cancelled:
         raise asyncio.CancelledError
 
 
 async def to_the_end(work: "asyncio.Future[Result]") -> Result:
-    """Return what such work comes to; errors are its own. To a caller that is cancelled nothing is told of them."""
+    """Return what such work comes to; errors are its own. A cancelled caller does not see them."""
     await until_done(work)
     return work.result()
 

@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def on_daemon_thread(work: Callable[[], Value], name: str) -> "asyncio.Future[Value]":
-    """Run ``work`` on a thread of its own; whoever stops waiting leaves it running.
+    """Run ``work`` on a thread of its own; a cancelled caller leaves it running.
 
     Not an executor: its threads are joined at exit, where work that hangs would keep the process from ending.
     """

@@ -12,7 +12,7 @@ def code_reference(reference: str) -> str:
     """Check that a text is ``file.py:name``, as which ``package.module:name`` was resolved before.
 
     Raises:
-        ValueError: it is not; the message says what would be.
+        ValueError: it is not; the message shows the expected form.
     """
     file, _, name = reference.rpartition(":")
     if file.endswith(".py") and len(file) > len(".py") and name.isidentifier():

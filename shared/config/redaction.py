@@ -1,7 +1,7 @@
 """What of a spec and of logs others may see: passwords and keys inside of URLs, headers and commands are left out.
 
 Logs are read as they come in, so no pattern takes more time than in proportion to the text: names are taken whole, by
-quantifiers that give nothing back, and looked at by themselves.
+possessive quantifiers, matched on their own.
 """
 
 import re

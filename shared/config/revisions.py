@@ -1,7 +1,7 @@
 """Stored specs of earlier releases, brought to what this release reads: a chain of pure functions.
 
 A spec is stored whole, with every default, beside the revision of the schema that it was written under. It is never
-rewritten: whoever reads it puts it through the migrations that came since, and then validates it. A release that
+rewritten: each reader applies the migrations that came since, and then validates it. A release that
 refuses, renames or moves what an earlier one accepted adds a function here, which turns the old meaning into the new
 form; where there is none that keeps the meaning, the spec is left as it is, and its experiment is shown as one that
 cannot be used.

@@ -1,4 +1,4 @@
-"""Environment variables that hold secrets: who has read them removes them, so that no child process gets them."""
+"""Environment variables that hold secrets: their reader removes them, so that no child process inherits them."""
 
 import ctypes
 import os

@@ -51,7 +51,7 @@ class ServiceSettings:
         fleet_pid: end when this process ends, whose child this one is not; None to stay.
         notice_seconds: how long a rollout may take to leave after SIGTERM.
         pool: of machines, which it is in; None: it names none.
-        notices: who is asked whether this machine will be taken away; None: nobody.
+        notices: the metadata service that announces preemption of this machine; None: none.
         grader_networks: networks that are not public and that a spec's graders may be in.
         engine_pythons: interpreters that have SGLang or vLLM, for rollouts, by ``rollout.engine.kind``.
         experiments: that a trainer's, rollout's or reward's process serves at a time, as a service for each.
@@ -85,7 +85,7 @@ def read_settings(
 
     Args:
         environment: what to read; None for that of this process.
-        default_port: where nothing says which port.
+        default_port: the port, if none is set.
         needs_redis: whether the service talks to the data plane; one that does not is not asked for its address.
 
     Raises:
@@ -307,7 +307,7 @@ def allows_volatile_redis(values: Mapping[str, str]) -> bool:
     """Read whether a Redis server without an append-only file is accepted.
 
     Raises:
-        InvalidRequest: it says neither 0 nor 1.
+        InvalidRequest: it is neither 0 nor 1.
     """
     text = values.get(VOLATILE_REDIS) or "0"
     if text not in {"0", "1"}:

@@ -22,10 +22,10 @@ class Tls:
     """Files of one process, all in PEM.
 
     Attributes:
-        certificate: shown to whoever calls, and to servers that ask for one; None: this process serves plain HTTP.
+        certificate: shown to callers, and to servers that ask for one; None: this process serves plain HTTP.
         key: of the certificate.
         authority: what has signed the certificates of the fleet; None: public authorities alone are believed.
-        are_clients_checked: whether who calls must show a certificate of that authority.
+        are_clients_checked: whether callers must show a certificate of that authority.
     """
 
     certificate: Path | None = None

@@ -1,4 +1,4 @@
-"""Web hooks of the gateway: which events are told to which URL, as the operator's file says."""
+"""Web hooks of the gateway: which events are sent to which URL, by the operator's file."""
 
 import base64
 from fnmatch import fnmatchcase
@@ -59,7 +59,7 @@ class Webhook(BaseModel):
         return key_of(self.secret.get_secret_value())
 
     def wants(self, kind: str) -> bool:
-        """Whether events of a kind are told."""
+        """Whether events of a kind are sent."""
         return any(fnmatchcase(kind, pattern) for pattern in self.events)
 
     @property

@@ -1,1 +1,1 @@
-"""Faults on purpose, for tests: a plan in ``FLOTILLA_FAULTS`` says which, and named sites in the code make them."""
+"""Faults on purpose, for tests: a plan in ``FLOTILLA_FAULTS`` lists them, and named sites in the code inject them."""

@@ -43,7 +43,7 @@ def arm_from(environment: Mapping[str, str], process: str) -> None:
 
 
 def arm(plan: "FaultPlan", process: str) -> "Injector":
-    """Arm this process with a plan, and say so loudly."""
+    """Arm this process with a plan, and log a warning."""
     global _injector
     from flotilla.shared.faults.injector import Injector
 

@@ -32,7 +32,7 @@ class FaultyApp:
                 await self._answer(error)(scope, receive, send)
                 return
             if any(fault.kind is Kind.HALF_OPEN for fault in rest):
-                # The caller gives up in the end, and only that ends the request.
+                # Only the caller's timeout ends the request.
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 return

@@ -40,7 +40,7 @@ class _Armed:
         self._happened = 0
 
     def is_due(self) -> bool:
-        """Count a reach of the site, and say whether the fault happens at it."""
+        """Count that the site was reached, and return whether the fault happens now."""
         fault = self.fault
         if fault.switch is not None and not (self._marks and (self._marks / fault.switch).exists()):
             return False
@@ -61,7 +61,7 @@ class _Armed:
             return self._happened < times
         for count in range(1, times + 1):
             try:
-                # Whoever makes the file has the turn: of several processes at the same moment only one.
+                # The process that creates the file has the turn: only one of several at the same moment.
                 with (self._marks / f"{self.number}-{count}").open("x", encoding="utf-8") as mark:
                     mark.write(f"{self.fault.site} {self.fault.kind} pid {os.getpid()}\n")
             except FileExistsError:

@@ -2,7 +2,7 @@
 
 Each component is opened by itself, relative to the folder before it, and none of them may be a link. So what is opened
 is below the folder, whatever is renamed or replaced meanwhile. A second name of a file (a hard link) is let in: forks
-make them, and the kernel gives them to nobody who may not write the file anyway (``fs.protected_hardlinks``).
+make them, and the kernel lets only those make them who may write the file anyway (``fs.protected_hardlinks``).
 """
 
 import errno

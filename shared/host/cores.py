@@ -1,9 +1,9 @@
 """Shares a host's cores among the processes that compute on them, by what each is measured to need.
 
-A process that computes takes a seat: a small file in shared memory, locked while its owner lives, that says whether it
-computes now and for which share of its time it did lately. Whoever computes alone has all cores; those that compute at
-the same time divide them in proportion to these shares, so that what the others wait for gets most. A process looks
-again before each piece of its work, without being notified.
+A process that computes takes a seat: a small file in shared memory, locked while its owner lives, that records whether
+it computes now and for which share of its time it did lately. A process that computes alone has all cores; those that
+compute at the same time divide them in proportion to these shares, so that what the others wait for gets most. A
+process looks again before each piece of its work, without being notified.
 
 Processes see each other where they see the same shared memory and may run on the same cores. Containers do not: each
 divides the cores that it was given among its own processes.
@@ -39,10 +39,10 @@ many of them it takes whatever there is (0: its part)."""
 
 
 def divided(cores: int, shares: Sequence[float]) -> list[int]:
-    """Divide cores in proportion to shares: whole ones, at least one each, the same for everybody who computes it."""
+    """Divide cores in proportion to shares: whole ones, at least one each, deterministically."""
     exact = [cores * share / sum(shares) for share in shares]
     given = [max(1, math.floor(each)) for each in exact]
-    # What rounding left goes to those who lost most by it, the first of equal ones first.
+    # Rounding remainders go to those that lost most by it, the first of equal ones first.
     left = max(0, cores - sum(given))
     for index in sorted(range(len(exact)), key=lambda index: given[index] - exact[index])[:left]:
         given[index] += 1
@@ -55,13 +55,13 @@ def usable_cores() -> frozenset[int]:
 
 
 def take_directory(directory: Path) -> None:
-    """Make the directory of all seats, or take one that is there, which nobody but this user can have put seats into.
+    """Make the directory of all seats, or use an existing one that only this user can write to.
 
-    Shared memory is open to every user of the host: whoever makes the directory first could deal out cores, or have
+    Shared memory is open to every user of the host: the first to make the directory could assign cores, or have
     files written wherever a link leads.
 
     Raises:
-        Unavailable: what is there is no directory, another user's, or open to others; the detail says which.
+        Unavailable: it is no directory, another user's, or open to others; the detail says which.
     """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
@@ -102,7 +102,7 @@ class _Other:
         return (_lately(share, now - since, is_computing=True), fixed) if is_computing and cores == key else None
 
     def is_dead(self) -> bool:
-        """Whether its owner is gone: the lock is free. Its file is removed then."""
+        """Whether its owner has ended: the lock is free. Its file is removed then."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:

@@ -29,10 +29,10 @@ def own_bytes(status: str) -> int:
 
 
 class ProcessMemory:
-    """Looks at this process and those that it started.
+    """Measures this process and its children.
 
     Args:
-        with_children: whether their names are known: a sandbox's children run anybody's programs.
+        with_children: whether their names are known: a sandbox's children run arbitrary programs.
         root, pid: where processes are described, and which one this is.
         now: a monotonic clock in seconds.
     """

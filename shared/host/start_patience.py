@@ -1,7 +1,7 @@
 """How long a process may take to start: a deadline that progress puts off, and one variable that scales all of them.
 
 On a machine with forty times more work than cores a start takes forty times as long, and nothing is wrong with it. So a
-process that computes is given more time, and only one that stands still is given up when its time is over.
+process that computes is given more time, and only one that makes no progress is killed when its time is over.
 """
 
 import asyncio

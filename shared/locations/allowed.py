@@ -1,4 +1,4 @@
-"""Where code, files and URLs that a spec names may be: the operator says it in the settings of a service.
+"""Where code, files and URLs that a spec names may be, by the operator's settings of a service.
 
 A spec comes over REST from whoever has an operator's token, which is trust in experiments, not a shell on this machine.
 """
@@ -78,7 +78,7 @@ class Places:
         """Check that the file of ``file.py:name`` may be run.
 
         Raises:
-            InvalidSpec: it may not; the detail says what to set.
+            InvalidSpec: it is not allowed; the detail names the setting.
         """
         path = Path(reference.rpartition(":")[0]).expanduser().resolve()
         if path in self._granted() or path in map(_resolved, self.code):
@@ -96,7 +96,7 @@ class Places:
         """Check that a program may be started with any arguments.
 
         Raises:
-            InvalidSpec: it may not; the detail says what to set.
+            InvalidSpec: it is not allowed; the detail names the setting.
         """
         if not self._names(command[0]) and _line_of(command) not in self._granted_lines():
             raise _no_program(command[0], field)
@@ -105,7 +105,7 @@ class Places:
         """Check that the agent of an environment may be started: as it was granted, or made of what the operator named.
 
         Raises:
-            InvalidSpec: it may not; the detail says what to set.
+            InvalidSpec: it is not allowed; the detail names the setting.
         """
         if isinstance(environment, NemoGymConfig) or _line_of_environment(environment) in self._granted_lines():
             return
@@ -133,7 +133,7 @@ class Places:
         """Check that a file or folder of rows may be read, wherever links lead.
 
         Raises:
-            DataError: it may not; the detail says what to set.
+            DataError: it is not allowed; the detail names the setting.
         """
         resolved = Path(path).resolve()
         if self.data is not None and not any(resolved.is_relative_to(each) for each in map(_resolved, self.data)):
@@ -157,7 +157,7 @@ class Places:
         """Check that a tracker may write below a folder, wherever links lead.
 
         Raises:
-            InvalidSpec: it may not; the detail says what to set.
+            InvalidSpec: it is not allowed; the detail names the setting.
         """
         resolved = Path(path).expanduser().resolve()
         is_below = any(resolved.is_relative_to(each) for each in map(_resolved, self.data or ()))
@@ -173,7 +173,7 @@ class Places:
         """Check that checkpoints may be written to a URL, and read from it.
 
         Raises:
-            InvalidSpec: they may not; the detail says what to set.
+            InvalidSpec: they are not allowed; the detail names the setting.
         """
         is_allowed = any(_is_below(url, each) for each in self.checkpoint_urls)
         if not is_allowed and _line_of(("checkpoints", url)) not in self._granted_lines():
@@ -205,7 +205,7 @@ class Places:
         try:
             with self.grants.open(encoding="utf-8") as file:
                 status = os.fstat(file.fileno())
-                # Whoever else may write it would decide what is run here.
+                # Another user who may write it would decide what is run here.
                 if status.st_uid not in {0, os.geteuid()} or stat.S_IMODE(status.st_mode) & 0o022:
                     return frozenset()
                 return frozenset(line.rstrip("\n") for line in file)

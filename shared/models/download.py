@@ -29,7 +29,7 @@ def wanted(files: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         for name, size in files
         if len(PurePosixPath(name).parts) == 1 and name.endswith((*SMALL_SUFFIXES, WEIGHTS_SUFFIX))
     ]
-    # The config says that the small ones are there, and the weights that all is.
+    # The config marks the small files as complete, and the weights mark all.
     return sorted(chosen, key=lambda file: (file[0].endswith(WEIGHTS_SUFFIX), file[0] == "config.json", file))
 
 

@@ -1,8 +1,9 @@
 """Where a model is on this machine: a directory, or a hub name whose files are in the hub's cache.
 
-Whoever loads a model calls ``fetched`` first: on one machine the first one downloads and the others find it there, on
-several each has a cache of its own. The gateway writes the commit into the spec when an experiment is created, so all
-load the same files, also after a restart. A model that is whole in the cache is used without asking any network.
+Every process that loads a model calls ``fetched`` first: on one machine the first one downloads and the others find it
+there, on several each has a cache of its own. The gateway writes the commit into the spec when an experiment is
+created, so all load the same files, also after a restart. A model that is whole in the cache is used without asking any
+network.
 """
 
 import json
@@ -59,7 +60,7 @@ INDEX = "model.safetensors.index.json"
 LOG_SECONDS = 5.0
 
 Progress = Callable[[int, int], None]
-"""Told bytes done and bytes in all."""
+"""Called with bytes done and total bytes."""
 
 
 def cache_directory() -> Path:
@@ -119,7 +120,7 @@ def _process(model: ModelConfig) -> CallProcess:
 
 
 def _explained(error: FlotillaError) -> FlotillaError:
-    # A process that was killed says nothing of the model: another one continues where it was.
+    # A killed process does not mean a bad model: another one continues where it was.
     kind = Unavailable if isinstance(error, WorkerDied | DeadlineExceeded) else type(error)
     return kind(f"model.path: {error.detail}")
 
@@ -128,7 +129,7 @@ async def fetched(model: ModelConfig, on_progress: Progress | None = None) -> Pa
     """Make sure that all of a model is on this machine, and return its directory.
 
     Args:
-        on_progress: told about once per second while it is downloaded; None: the log is.
+        on_progress: called about once per second during the download; None: progress is logged.
 
     Raises:
         ModelError: there is no such model or revision, or the hub refuses it.

@@ -1,6 +1,6 @@
-"""Builds C files of ours with the machine's own compiler: once per machine and user, for the processor that is there.
+"""Builds Flotilla's C files with the machine's own compiler: once per machine and user, for its processor.
 
-A library lies in the user's cache directory, under a name that tells sources, compiler and processor. One that another
+A library lies in the user's cache directory, under a name made of sources, compiler and processor. One that another
 user could have written is not loaded. A machine without a compiler does without: torch's operators do the same, slower.
 """
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-shared", "-fPIC")
 """Without contraction: a compiler decides again in each copy of a function which products it fuses with sums,
-and the bits would depend on which copy ran. The sources say what is fused."""
+and the bits would depend on which copy ran. The sources name what is fused."""
 ON_THREADS, ON_ONE_THREAD = "-fopenmp", "-fopenmp-simd"
 """OpenMP is torch's own pool of threads: its library is loaded already, under the same name."""
 BUILD_SECONDS = 60.0

@@ -32,8 +32,8 @@ def keep_torch_out() -> None:
 
 
 USING_TRANSFORMERS = threading.RLock()
-"""Held by who loads something on a thread: transformers imports its parts as they are first used, and two threads that
-do so at once find them half imported."""
+"""Held while something is loaded on a thread: transformers imports its parts as they are first used, and two threads
+that do so at once find them half imported."""
 
 
 def load_tokenizer(path: str) -> Any:
@@ -67,7 +67,7 @@ class PromptTemplate:
 
     @classmethod
     def of(cls, data: DataConfig) -> "PromptTemplate":
-        """Read what a spec says of it."""
+        """Read it from a spec."""
         return cls(data.input_template, data.chat_template_options)
 
     def token_ids(self, tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class PromptLimit:
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> "PromptLimit":
-        """Read what a spec says of it."""
+        """Read it from a spec."""
         overlong = spec.data.overlong
         if isinstance(overlong, ErrorOverlongConfig):
             return cls(spec.data.max_prompt_tokens)

@@ -1,7 +1,7 @@
-"""The routers of a mixture of experts: what they choose is recorded, or they are told what to choose.
+"""The routers of a mixture of experts: their choices are recorded, or replayed.
 
-A router gives each token the weights of the experts with the highest scores. Told what to choose, it computes its
-scores as ever, with their gradient, and gives the weights of the experts that it was told: those of its own softmax,
+A router gives each token the weights of the experts with the highest scores. In a replay it computes its
+scores as ever, with their gradient, and gives the weights of the replayed experts: those of its own softmax,
 normalised as the model does it. So the experts that compute are the recorded ones, and routers continue learning.
 """
 
@@ -25,7 +25,7 @@ NORMALISED_IF_SET: Final = frozenset({"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"
 
 
 class Routing:
-    """Records or tells what the routers of one model choose; only while a block asks for it.
+    """Records or replays what the routers of one model choose, while a block asks for it.
 
     Args:
         model: of transformers, before or after its weights are sharded.
@@ -77,7 +77,7 @@ class Routing:
 
     @contextmanager
     def replaying(self, told: Tensor | None) -> Iterator[None]:
-        """Tell routers what to choose in the forward and backward pass that are made while the block runs.
+        """Replay choices in the forward and backward pass made while the block runs.
 
         Args:
             told: [rows, W, layers, top_k] int16 ids, ``UNKNOWN`` for tokens that choose for themselves; None: all do.
@@ -93,7 +93,7 @@ class Routing:
         """Count tokens and layers whose router would have chosen other experts in the last replayed pass.
 
         Returns:
-            How many, and of how many that were told; None where nobody was told anything.
+            How many, and of how many replayed; None without a replay.
         """
         if not self._differing:
             return None

@@ -1,6 +1,6 @@
 """Which errors pass by themselves: a full disk, a busy machine, a server that does not answer are absence, not failure.
 
-``absent_or`` is for the place where an error of somebody else's becomes one of ours that ends an experiment: what may
+``absent_or`` is for the place where a foreign error becomes one of ours that ends an experiment: what may
 succeed on trying again becomes ``Unavailable`` there, which is waited for and named meanwhile.
 """
 
@@ -28,9 +28,9 @@ _KINDS: Final = frozenset(
         *("NetworkError", "TimeoutException", "RemoteProtocolError", "ConnectionError", "Timeout"),
     }
 )
-"""Classes of torch, anyio, httpx and requests, which are not imported for this: some say nothing of their causes."""
+"""Classes of torch, anyio, httpx and requests, which are not imported for this: some do not name their causes."""
 _NO_MEMORY: Final = "can't allocate memory"
-"""What torch says on a CPU, in a plain RuntimeError."""
+"""The message of torch on a CPU, in a plain RuntimeError."""
 
 
 def may_pass(error: BaseException) -> bool:

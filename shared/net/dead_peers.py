@@ -1,11 +1,11 @@
 """How soon the kernel gives a connection up whose other host is out of reach.
 
-Without this a call that waits on a connection into a cut network waits for its own deadline, and after the mend for the
-next of the kernel's repetitions, which by then are ten and more seconds apart. A process that is stopped or busy is
-not out of reach: its kernel answers.
+Without this a call that waits on a connection into a cut network waits for its own deadline, and once the network is
+back for the next of the kernel's repetitions, which by then are ten and more seconds apart. A process that is stopped
+or busy is not out of reach: its kernel answers.
 
 That holds until its buffer is full: ``TCP_USER_TIMEOUT`` also ends a connection whose reader takes nothing for so long.
-So callers alone set it, who ask again. What a server sends may be read as slowly as its reader likes.
+So only callers set it, which ask again. What a server sends may be read as slowly as its reader likes.
 """
 
 import socket

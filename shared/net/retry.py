@@ -1,6 +1,6 @@
-"""Repeating a call that is safe to repeat, until it is answered: one loop for everybody who waits for somebody else.
+"""Repeating a call that is safe to repeat, until it is answered: one loop for every caller.
 
-Whoever calls says what the wait is for, which errors pass by themselves, and how long it may last. Without a deadline
+The caller states what it waits for, which errors are transient, and how long it may last. Without a deadline
 it lasts until the answer, or until the caller is cancelled: an infrastructure that is absent costs time, never work.
 """
 
@@ -21,7 +21,7 @@ LONGEST_PAUSE_SECONDS: Final = 1.0
 """Between calls of the fleet's own servers."""
 OTHERS_FIRST_PAUSE_SECONDS: Final = 0.5
 OTHERS_LONGEST_PAUSE_SECONDS: Final = 30.0
-"""Between calls of servers that are somebody else's, such as graders."""
+"""Between calls of external servers, such as graders."""
 REPORT_SECONDS: Final = 30.0
 """A wait is logged when it begins, and again after so long each time."""
 
@@ -74,7 +74,7 @@ async def retry(
 
     Args:
         call: made again for each attempt; bounds the time of one attempt by itself.
-        waiting_for: who is waited for, in the log.
+        waiting_for: the awaited server, for the log.
         deadline_seconds: for all attempts; the error of an attempt leaves if the next could not begin before. None to
             continue until cancelled.
         backoff: the pauses.

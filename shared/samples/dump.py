@@ -168,7 +168,7 @@ def _files_at(path: Path, check: Callable[[str], None] | None) -> tuple[Path, li
             check(str(folder))
     if len(found) > 1:
         several = ", ".join(str(folder) for folder, _ in found)
-        raise DataError(f"data.dump: several experiments are in {path}, say which: {several}", field="data.dump")
+        raise DataError(f"data.dump: several experiments are in {path}, choose one: {several}", field="data.dump")
     return found[0] if found else (path, [])
 
 
@@ -188,7 +188,7 @@ def _counted(folder: Path, file: StoredFile) -> DumpFile:
                 raise ValueError(f"it unpacks to {num_bytes} bytes, and {MOST_BYTES} are allowed")
             count = facts.get("num_kept", facts.get("num_groups", 0))
             if type(count) is not int or not 0 <= count <= about.num_rows:
-                raise ValueError(f"it says that it has {count!r} groups, and has {about.num_rows} rows")
+                raise ValueError(f"its metadata names {count!r} groups, and it has {about.num_rows} rows")
     except (OSError, ValueError, ArrowException) as error:
         raise DataError(f"data.dump: cannot read {folder / file.name}: {error}", field="data.dump") from error
     return DumpFile(folder, file.name, KINDS[file.family], count)

@@ -1,6 +1,6 @@
 """The folder of an experiment's samples: names, files that are whole or not there at all, and their bounds.
 
-Several processes write here, each its own files; whoever writes also keeps to the bounds.
+Several processes write here, each its own files; each writer also keeps to the bounds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STALE_SECONDS = 600.0
 WHOLE_BYTES = 1 << 20
 """A file of this size or less is read at once; of a larger one the columns that are wanted."""
 SLACK = 32
-"""A writer looks at all files again after it wrote a share of 1/32 of the bound, and leaves that much room."""
+"""A writer scans all files again after it wrote 1/32 of the bound, and leaves that much room."""
 _STORED = re.compile(r"(?:step-\d{8}|(?:evaluation|ended)-v\d{8}(?:-.*)?)\.parquet")
 _STEP = re.compile(r"step-(\d{8})\.parquet")
 _OF_VERSION = re.compile(r"(evaluation|ended)-v(\d{8})(?:-.*)?\.parquet")
@@ -160,7 +160,7 @@ class SampleFolder:
         self._looked_at: float | None = None
 
     def write(self, file: SampleFile) -> int:
-        """Put a file in its place at once, instead of one of the same name; returns its size in bytes.
+        """Write a file atomically, replacing one of the same name; returns its size in bytes.
 
         Raises:
             OSError: the disk is full, or the experiment's directory is not there; nothing of the file remains.
@@ -187,7 +187,7 @@ class SampleFolder:
         return size
 
     def write_spec(self, document: str) -> None:
-        """Put the spec beside the samples, in JSON: it says how they were trained.
+        """Write the spec beside the samples, in JSON: it records how they were trained.
 
         Raises:
             OSError: the disk is full, or the experiment's directory is not there.
@@ -198,7 +198,7 @@ class SampleFolder:
         temporary.replace(self.path / SPEC_FILE)
 
     def forget(self, *, after_step: int, lost: IntervalSet) -> int:
-        """Remove what a lineage that was given up wrote: steps after one, and lost versions. Counts the files."""
+        """Remove what an abandoned lineage wrote: steps after one, and lost versions. Counts the files."""
         count = 0
         for file in stored_files(self.path):
             is_gone = file.number > after_step if file.family == "step" else file.number in lost

@@ -34,7 +34,7 @@ Make = Callable[[], SampleFile]
 
 
 class KeepsEnded(Protocol):
-    """Who is told of groups that end without being trained."""
+    """Receiver of groups that end without being trained."""
 
     def ended(self, group: Group, kind: SampleKind, reason: str) -> None:
         """Keep a group, or do not; never blocks."""
@@ -55,7 +55,8 @@ class SampleRecorder:
         directory: of the experiment.
         config: what is kept.
         writer: names this process among those that write here.
-        on_problem: told why samples cannot be written, and None when they can again; called on the writer's thread.
+        on_problem: called with why samples cannot be written, and with None when they can again, on the writer's
+            thread.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class SampleRecorder:
             self._ended.append(kept)
 
     def forget(self, *, after_step: int, lost: IntervalSet) -> None:
-        """Remove what a lineage that was given up wrote, before anything else is written."""
+        """Remove what an abandoned lineage wrote, before anything else is written."""
 
         def forgotten() -> None:
             if count := self._folder.forget(after_step=after_step, lost=lost):

@@ -114,7 +114,7 @@ def _shown_columns(groups: Sequence[KeptGroup]) -> dict[str, pa.Array]:
 def _look_for_no_pandas() -> None:
     """Keep pyarrow from importing pandas, half a second of a processor, to see whether its first list is a series.
 
-    Who asks for a frame later gets one: it is then looked for again.
+    A frame asked for later is searched for again.
     """
     import pyarrow as pa
 

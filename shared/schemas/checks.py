@@ -1,6 +1,6 @@
 """What a fleet's own examination is made of: what services are asked to try, and what each of them found.
 
-An examination has two phases: each service that is asked looks at its host and listens, then tries to reach others.
+An examination has two phases: each service checks its host and listens, then tries to reach others.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ NO_ROUTE: Final = "no_route"
 NOT_BELIEVED: Final = "not_believed"
 ANOTHER: Final = "another"
 FAILED: Final = "failed"
-"""Outcomes of an attempt: no answer in time; nobody listens there; no network leads there; its certificate is not that
+"""Outcomes of an attempt: no answer in time; no listener; no route; its certificate is not that
 of a known authority; something else answers; anything else. A later release may know more."""
 
 
@@ -53,7 +53,7 @@ class CheckTarget(TolerantWire):
     ports: Mapping[str, int] = {}
     """Where it listens for this examination alone, by what such ports are for: ``data``, ``collective``."""
     is_elsewhere: bool = False
-    """It is on another machine: a name that leads to the machine of who tries it is not its own."""
+    """It is on another machine: a name that leads to the caller's own machine is not its own."""
 
 
 class CheckOrder(TolerantWire):
@@ -168,5 +168,5 @@ class FleetExamination(TolerantWire):
     """Pairs of hosts of which one needs the other."""
     num_pairs_tried: int
     largest_skew_seconds: float | None = None
-    """Of the clocks of those that were asked, against the gateway's; None where nobody answered."""
+    """Of the clocks of those that were asked, against the gateway's; None without an answer."""
     seconds: float

@@ -64,7 +64,7 @@ class Usage(TolerantWire):
     """Sampled, of all groups that reached the trainer."""
     trained_tokens: int
     saved_tokens: int
-    """Of the trained ones, those that a rollout which left had handed over: nobody sampled them twice."""
+    """Of the trained ones, those that a departing rollout handed over: they were not sampled twice."""
     trained_by_pool: Mapping[str, int]
     """The others, by the pool of the rollout that sampled them."""
     costs: Costs | None = None
@@ -123,7 +123,7 @@ def read_prices(path: Path) -> Prices:
 
 
 def with_costs(usage: Usage, prices: Prices) -> Usage:
-    """Add what an experiment costs so far by a list of prices, in place of what another list said of it.
+    """Add an experiment's costs so far by a list of prices, replacing those of another list.
 
     Raises:
         InvalidRequest: a pool or device has no price.

@@ -20,7 +20,7 @@ class EngineCapability(StrEnum):
     """Every token has the version that sampled it. Without it, a span that begins while weights change under
     ``continue`` may begin one token early; under ``interrupt`` and ``drain`` spans are exact with every engine."""
     SLEEP = "sleep"
-    """Its device memory can be given to somebody else, and be taken again."""
+    """Its device memory can be lent, and taken back."""
 
     UNCUT_LOG_PROBS = "uncut_log_probs"
     """Log-probabilities are those before top-k and top-p at any temperature. Without it, only at temperature 1 or

@@ -78,7 +78,7 @@ class HandedOutEpisode(OpenedEpisode):
     base_url: str
     """The base URL for an OpenAI client."""
     model: str
-    """Name to give as the model; any other is taken for it."""
+    """Name to give as the model; any other name is accepted too."""
 
 
 class EpisodeReward(TolerantWire):

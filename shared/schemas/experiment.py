@@ -1,4 +1,4 @@
-"""Experiments as the control plane shows them, and who serves which."""
+"""Experiments as the control plane shows them, and the services of each."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -69,12 +69,12 @@ class ExperimentState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing happens in this state any more, unless somebody resumes or extends it."""
+        """Whether nothing happens in this state any more, unless it is resumed or extended."""
         return self in {ExperimentState.STOPPED, ExperimentState.COMPLETED, ExperimentState.FAILED}
 
 
 class ExperimentKind(StrEnum):
-    """Who decides what an experiment does."""
+    """The origins of a decision about an experiment."""
 
     SPEC = "spec"
     TINKER = "tinker"
@@ -289,7 +289,7 @@ class DiagnosisView(TolerantWire):
     rules: tuple[RuleView, ...] = ()
     """Rules of the spec, where each stands, and what each did."""
     failing: tuple[FailingService, ...] = ()
-    """Who does not work now, as an engine that has died and is started again: it bounds the speed until it is back."""
+    """The service that does not work now, such as one whose engine is restarting: it bounds the speed until then."""
     lending: str | None = None
     """Whether the trainer's devices are lent to rollouts now, and why; null where the spec does not let them be."""
 
@@ -390,7 +390,7 @@ class ExperimentShare(TolerantWire):
     priority: int
     kinds: Mapping[str, KindShare]
     waiting: str | None
-    """What it waits for, and who has it; null if it has all that it needs."""
+    """What it waits for, and which experiment has it; null if it has all that it needs."""
     lending: str | None = None
     """Whether the trainer's devices are lent to rollouts now, and why; null where the spec does not let them be."""
 

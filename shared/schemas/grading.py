@@ -1,4 +1,4 @@
-"""What is graded and what a grade is: the wire schema between the fleet and any grader, ours or somebody else's.
+"""What is graded and what a grade is: the wire schema between the fleet and any grader, built-in or external.
 
 A grade is ``scored`` with a finite reward, ``abstained`` (the grader has no opinion) or ``error`` (it could not tell).
 Neither of the last two ever has a reward: a failed grade is not a zero.
@@ -92,7 +92,7 @@ class Grade(TolerantWire):
     reason: Reason | None = None
     """Why there is no reward; required of an error."""
     answer: Text | None = None
-    """What was taken for the answer in the response, for people, majority votes and checks; null: none was found."""
+    """The answer extracted from the response, for people, majority votes and checks; null: none was found."""
 
     @model_validator(mode="before")
     @classmethod
@@ -131,12 +131,12 @@ class Grade(TolerantWire):
 
     @classmethod
     def abstained(cls, reason: str | None = None) -> "Grade":
-        """Make a grade that says that the grader has no opinion."""
+        """Make a grade with which the grader abstains."""
         return cls(status=GradeStatus.ABSTAINED, reason=reason)
 
     @classmethod
     def error(cls, reason: str) -> "Grade":
-        """Make a grade that says why grading failed."""
+        """Make a grade with the reason why grading failed."""
         return cls(status=GradeStatus.ERROR, reason=reason)
 
 

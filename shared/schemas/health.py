@@ -126,7 +126,7 @@ class GradingReport(TolerantWire):
     audit_missing: float = Field(0.0, ge=0)
     """Sum over audited groups and those whose audit failed of the share of graded samples without a second grade."""
     last_audit_error: str | None = Field(None, max_length=LONGEST_WORDS)
-    """What the second grader said of the newest of them."""
+    """The second grader's figures for the newest of them."""
     audited_samples: tuple[SampleExcerpt, ...] = Field((), max_length=MOST_AUDITED)
     """The newest whose grades disagree."""
     graders: Mapping[str, GraderReport] = Field(default_factory=dict, max_length=MOST_GRADERS)

@@ -88,7 +88,7 @@ class CurriculumState(TolerantWire):
     """Rows of groups before it, by group: what is issued again answers the same row."""
 
     def issued_again_from(self, group_id: int) -> "CurriculumState":
-        """Leave out the rows of earlier groups, which nobody issues again."""
+        """Leave out the rows of earlier groups, which are not issued again."""
         return self.model_copy(update={"drawn": tuple(pair for pair in self.drawn if pair[0] >= group_id)})
 
 

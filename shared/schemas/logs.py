@@ -15,7 +15,7 @@ class LogEntry(TolerantWire):
     """One line."""
 
     at: str = ""
-    """RFC 3339; when it was read where it does not say it itself, such as a line of a library's process."""
+    """RFC 3339; when it was read if the line has no time of its own, such as a library's."""
     level: str = ""
     """One of debug, info, warning, error, critical; empty where the line names none."""
     process: str = ""
@@ -24,7 +24,7 @@ class LogEntry(TolerantWire):
     facts: str = ""
     """What belongs to it, as ``name=value``, and its traceback."""
     experiment_id: str | None = None
-    """What the process worked for; None where it did not say so."""
+    """The experiment that the process worked for; None if unknown."""
 
 
 class LogLines(TolerantWire):
@@ -45,4 +45,4 @@ class ServiceLogLines(TolerantWire):
 
     items: tuple[ServiceLogEntry, ...]
     unread: Mapping[str, str] = {}
-    """Services that did not say what they logged, and why not."""
+    """Services whose log could not be read, and why not."""

@@ -1,4 +1,4 @@
-"""Names of the series that a run may record, so that one that has not begun is told from one that does not exist."""
+"""Names of the series that a run may record, to distinguish one that has not begun from one that does not exist."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
@@ -46,7 +46,7 @@ KNOWN = frozenset(_WRITTEN.split())
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether a name has characters that stand for others."""
+    """Return whether a name has wildcards."""
     return any(character in name for character in WILDCARDS)
 
 

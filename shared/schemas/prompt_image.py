@@ -53,7 +53,7 @@ class ImageTable:
     """Numbers encoded images, each distinct one once.
 
     Args:
-        images: that whoever reads has already.
+        images: that the reader has already.
     """
 
     def __init__(self, images: Sequence[bytes] = ()) -> None:

@@ -142,7 +142,7 @@ class Publication(TolerantWire):
 
 
 class PublicationOrder(TolerantWire):
-    """What a member is told to do for a publication, as part of its desired state."""
+    """A member's task in a publication, as part of its desired state."""
 
     version: int
     epoch: int
@@ -166,7 +166,7 @@ class PublicationOrder(TolerantWire):
 
 
 class ReceiveState(StrEnum):
-    """How far a member is with the publication it was told of."""
+    """A member's progress in a publication."""
 
     JOINED = "joined"
     RECEIVED = "received"
@@ -174,7 +174,7 @@ class ReceiveState(StrEnum):
 
 
 class PublicationReport(TolerantWire):
-    """What a member says about a publication, as part of its observed state."""
+    """A member's report on a publication, as part of its observed state."""
 
     version: int
     epoch: int

@@ -47,11 +47,11 @@ class PruneRequest(Retention):
     """What should go now; nothing given: what the gateway's own settings say."""
 
     dry_run: bool = True
-    """Only say what would go."""
+    """Only report what would be deleted."""
 
 
 class PrunedPart(TolerantWire):
-    """A part that goes, went, or is kept although its time is over."""
+    """A part that is deleted, or kept although its time is over."""
 
     experiment_id: str
     part: Part
@@ -59,11 +59,11 @@ class PrunedPart(TolerantWire):
     """That its files free: what a fork has links to stays on the disk."""
     ended_at: str
     why: str
-    """Why it goes; or who refers to it, or what kept it from being deleted."""
+    """Why it is deleted; or what refers to it, or why it could not be deleted."""
 
 
 class Pruning(TolerantWire):
-    """What a look at everything that finished experiments left came to."""
+    """The result of one pass over the data of finished experiments."""
 
     dry_run: bool
     removed: tuple[PrunedPart, ...]

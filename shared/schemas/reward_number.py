@@ -1,4 +1,4 @@
-"""What counts as a reward, wherever one is taken from another program: a finite number, and nothing like one."""
+"""What counts as a reward of another program: a finite number, never text or a boolean."""
 
 import math
 from decimal import Decimal
@@ -17,7 +17,7 @@ def reward_number(value: Any) -> float:
     is broken, and would be trained on all the same.
 
     Raises:
-        ValueError: it is no number, or not finite; the message says what was given and what is allowed.
+        ValueError: it is no number, or not finite; the message names the value and what is allowed.
     """
     if type(value) is float and math.isfinite(value):
         return value

@@ -2,7 +2,7 @@
 training.
 
 A record is of the first tokens of a sequence, without gaps; the last token of a trajectory, which no pass of the engine
-reads, has none. It stays compressed wherever nobody computes with it. Where it comes from outside it is not believed:
+reads, has none. It stays compressed unless it is computed with. From outside it is not trusted:
 its sizes are checked when it arrives, its ids before they reach a model.
 """
 
@@ -175,12 +175,12 @@ class RoutedSpan:
 
 
 def span_behind(num_known: int, more: RoutedExperts, start: int = 0) -> RoutedSpan | None:
-    """Cut out what a record says of tokens that are not known yet.
+    """Cut a record's entries for tokens that are not known yet.
 
     Args:
         num_known: first tokens of the sequence whose experts are known.
         more: of tokens from ``start`` on.
-        start: where another prompt begins, behind a token that nobody read.
+        start: where another prompt begins, behind a token that was not read.
 
     Returns:
         A span of the tokens behind those that are known; None where tokens before ``start`` are not known.

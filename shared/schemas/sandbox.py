@@ -17,7 +17,7 @@ from flotilla.shared.schemas.wire import Described
 
 MAX_TIMEOUT_SECONDS = 300.0
 EXPERIMENT_HEADER = "Flotilla-Experiment"
-"""Says for which experiment a call is: those of one wait behind each other, not before another's."""
+"""The experiment of a call: those of one wait behind each other, not before another's."""
 MAX_EXPERIMENT_LENGTH = 96
 
 
@@ -110,7 +110,7 @@ class RunCodeRequest(Described):
 
 
 class SessionRequest(Described):
-    """An interpreter that is kept: what its cells define or write is there for the next ones, whoever sends them."""
+    """An interpreter that is kept: what its cells define or write is available to the next ones, from any caller."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -173,7 +173,7 @@ class CommandResult(BaseModel):
 
 
 class RunCodeResponse(BaseModel):
-    """The answer. ``SandboxError`` says nothing about the program."""
+    """The answer. ``SandboxError`` is not the program's fault."""
 
     status: RunStatus
     message: str = ""
@@ -189,7 +189,7 @@ class RunCodeResponse(BaseModel):
 
 
 class CellResponse(BaseModel):
-    """What a cell did. ``SandboxError`` says nothing about the code."""
+    """What a cell did. ``SandboxError`` is not the code's fault."""
 
     status: RunStatus
     message: str = ""

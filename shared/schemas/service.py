@@ -1,4 +1,4 @@
-"""What a service and the gateway tell each other: registration, observed state, desired state.
+"""Messages between a service and the gateway: registration, observed state, desired state.
 
 The exchange is level-triggered: a service sends all that it observes and gets all that it should do. A lost message
 costs nothing, and either side may restart at any time.
@@ -35,7 +35,7 @@ LENT = "lent"
 
 
 def is_spot(pool: str | None) -> bool:
-    """Whether the machines of a pool may be taken away: ``spot``, or a name that begins with ``spot-``."""
+    """Whether the machines of a pool are preemptible: ``spot``, or a name that begins with ``spot-``."""
     return pool == "spot" or (pool or "").startswith("spot-")
 
 
@@ -55,7 +55,7 @@ def pool_from(values: Mapping[str, str]) -> str | None:
 
 
 class Cloud(StrEnum):
-    """Whose metadata say that a machine will be taken away."""
+    """Clouds whose metadata announce preemption."""
 
     AWS = "aws"
     GCP = "gcp"
@@ -64,14 +64,14 @@ class Cloud(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoticeSource:
-    """Who is asked for notices, and where."""
+    """Where preemption notices are read."""
 
     cloud: Cloud
     url: str = LINK_LOCAL
 
 
 def notices_from(values: Mapping[str, str]) -> NoticeSource | None:
-    """Read ``FLOTILLA_NOTICES`` and ``FLOTILLA_METADATA_URL``; None where nobody is asked.
+    """Read ``FLOTILLA_NOTICES`` and ``FLOTILLA_METADATA_URL``; None without them.
 
     Raises:
         InvalidRequest: the one names no cloud, or the other is no address.
@@ -162,11 +162,12 @@ class Capabilities(TolerantWire):
     pool: str | None = Field(None, pattern=f"^{POOL_PATTERN}$")
     """The pool of machines that it runs in; None: it names none, and counts as on demand."""
     live_changes: bool = False
-    """Whether a trainer, rollout or reward takes changes of its spec while it works; earlier releases do not say so."""
+    """Whether a trainer, rollout or reward takes changes of its spec while it works; earlier releases do not report
+    it."""
 
     @property
     def is_spot(self) -> bool:
-        """Whether its machine may be taken away at short notice."""
+        """Whether its machine is preemptible."""
         return is_spot(self.pool)
 
     @property
@@ -261,14 +262,14 @@ class DeviceOrder(TolerantWire):
     """Number of the shift: it grows whenever the devices change hands."""
     may_hold: bool
     """Whether it may load its weights: the shift is its own, and everybody else has released the devices. Otherwise it
-    finishes or hands over what it is at, releases them and says so."""
+    finishes or hands over what it is at, releases them and reports so."""
 
 
 class DeviceReport(TolerantWire):
     """What a service has on the shared devices."""
 
     shift: int
-    """The order that it follows; a report of an earlier shift says nothing about this one."""
+    """The order that it follows; a report of an earlier shift does not apply."""
     is_held: bool
     """Whether its memory is there, or on its way there or away."""
     is_wanted: bool = False
@@ -276,13 +277,13 @@ class DeviceReport(TolerantWire):
 
 
 class JobReport(TolerantWire):
-    """What a trainer service says of its node of a training job on several hosts."""
+    """A trainer service's report on its node of a training job on several hosts."""
 
     epoch: int
-    """The trainer epoch that the job belongs to: what is said of another one counts for nothing."""
+    """The trainer epoch that the job belongs to: reports of another one are ignored."""
     host: str | None = None
     port: int | None = None
-    """Where the job's store listens; the first node says it once it does."""
+    """Where the job's store listens; the first node reports it."""
     ended: str | None = None
     """Why the job ended here. It is not started again in this epoch."""
 
@@ -295,7 +296,7 @@ class JobNode(TolerantWire):
     count: int
     host: str | None = None
     port: int | None = None
-    """Where the first node's store listens; None while it has not said so, and for that node itself."""
+    """Where the first node's store listens; None until it is reported, and for that node itself."""
 
 
 def _understood(report: Any) -> Any:
@@ -305,7 +306,7 @@ def _understood(report: Any) -> Any:
 
 
 LONGEST_SERVED_DETAIL = 1000
-"""Characters: each one that is told is stored as an event."""
+"""Characters: each reported one is stored as an event."""
 
 
 class ServedWeights(TolerantWire):
@@ -324,15 +325,15 @@ class ServedWeights(TolerantWire):
 
     @property
     def finding(self) -> tuple[int, int]:
-        """What tells one finding from another, however it is worded."""
+        """The identity of a finding, however it is worded."""
         return self.version, self.diverged
 
 
 class ObservedState(TolerantWire):
-    """All that a service says about itself at one instant."""
+    """A service's full report at one instant."""
 
     number: int = Field(0, ge=0)
-    """Grows with each instant: two calls may overtake each other on their way. 0 where an earlier release says it."""
+    """Grows with each instant: two calls may overtake each other on their way. 0 from an earlier release."""
     acknowledged: str | None = None
     """Tag of the last desired state that it took in."""
     experiment_id: str | None = None
@@ -380,7 +381,7 @@ class Assignment(TolerantWire):
     """Its place in the epoch's job; None where there is one node, and while others are missing."""
     token: str | None = None
     """What a trainer shows to the gateway in its work for the experiment: it speaks for this service in this epoch, and
-    for nobody else. Of a rollout: what the agent shows that it starts. None for the others, which speak through their
+    for no other. Of a rollout: what the agent shows that it starts. None for the others, which speak through their
     status alone."""
 
 
@@ -403,7 +404,7 @@ class DesiredState(TolerantWire):
     weights_peers: tuple[str, ...] = ()
     """Where else: at rollouts that keep the image of ``policy_checksum``."""
     notice_seconds: float | None = None
-    """While draining: what is left of the notice. None: no end was set; whoever counts already keeps counting."""
+    """While draining: the remaining seconds of the notice. None: no end was set; a running countdown continues."""
     hold_version: int | None = None
     """While set, a rollout does not go beyond this version (an evaluation is pinned to it)."""
     publication: PublicationOrder | None = None
@@ -432,11 +433,11 @@ class ServiceView(TolerantWire):
     registered_at: str
     lease_expires_in_seconds: float
     is_draining: bool
-    """It takes nothing new: it was told to leave its experiment, or the fleet."""
+    """It takes nothing new: it is leaving its experiment, or the fleet."""
     experiment_id: str | None = None
-    """What it is assigned to, which it may not have taken up or left yet."""
+    """Its assignment, which it may not have opened or closed yet."""
     leaving: str | None = None
     """Why it was asked to leave this experiment."""
     notice_ends_in_seconds: float | None = None
-    """What is left of the time that it has to leave."""
+    """The remaining time that it has to leave."""
     observed: ObservedState

@@ -1,4 +1,4 @@
-"""What the fleet says of the Tinker API beside what its client reads."""
+"""The fleet's own view of the Tinker API, beside the messages that its client reads."""
 
 from flotilla.shared.schemas.wire import TolerantWire
 

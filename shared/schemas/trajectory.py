@@ -52,7 +52,7 @@ class Trajectory:
         is_baseline: it was answered greedily, to compare the others with, and is not trained itself.
         teacher_log_probs: [T] float32 nats of a teacher behind a URL, 0 where ``loss_mask`` is 0; None without one.
         experts: that the engine's routers chose for each token but the last; None where none were recorded.
-        rollout: the service that sampled all of it; None where several did, or nobody says.
+        rollout: the service that sampled all of it; None if several did, or it is unknown.
         pool: of machines, whose rollout sampled all that was not handed over to it; None where it names none.
         images: all that it was shown, in order, the task's included; empty where it was shown the task's alone, once,
             in its first prompt.
@@ -177,7 +177,7 @@ class Trajectory:
         return self._changed((_TIMINGS, {**self.timings, name: seconds}))
 
     def sampled_by(self, rollout: str | None, pool: str | None) -> "Trajectory":
-        """Make a copy that says who sampled it, unless somebody else had begun it, and whose pool sampled the rest."""
+        """Make a copy that names its rollout, unless another had begun it, and the pool that sampled the rest."""
         return self._changed((_ROLLOUT, self.rollout if self.resumed_tokens else rollout), (_POOL, pool))
 
     def _changed(self, *changes: tuple[int, Any]) -> "Trajectory":
@@ -212,7 +212,7 @@ class Trajectory:
         """Make a plain mapping of all but the grade, for msgpack; arrays as little-endian bytes, not copied.
 
         Args:
-            table: of the images that are there already, which those of this one are added to; None: there are none.
+            table: existing images, to which those of this one are added; None: there are none.
         """
         wire = {
             "token_ids": _buffer(self.token_ids, _INT32),
@@ -344,7 +344,7 @@ class Group:
         return (min(versions), max(versions)) if versions else (self.task.min_version, self.task.min_version)
 
     def timed(self, name: str, now: float) -> "Group":
-        """Record in each trajectory how long ago the task was issued; the same group where nobody recorded that.
+        """Record in each trajectory how long ago the task was issued; the same group if that is not recorded.
 
         Args:
             name: of the timing.
@@ -355,11 +355,11 @@ class Group:
         return Group(self.task, tuple([each.timed(name, since[name]) for each in self.trajectories]), self.prompt)
 
     def since_issue(self, name: str, now: float) -> dict[str, float]:
-        """Give how long ago the task was issued, by the name of the timing; nothing where nobody recorded that."""
+        """Give how long ago the task was issued, by the name of the timing; nothing if that is not recorded."""
         return {name: max(0.0, now - self.task.issued_at)} if self.task.issued_at else {}
 
     def sampled_by(self, rollout: str | None, pool: str | None = None) -> "Group":
-        """Record who sampled the trajectories that nobody else has begun, and whose pool sampled the rest of all."""
+        """Record the rollout of trajectories that no other has begun, and the pool that sampled the rest of all."""
         return Group(self.task, tuple([each.sampled_by(rollout, pool) for each in self.trajectories]), self.prompt)
 
     def rewards(self) -> list[float]:

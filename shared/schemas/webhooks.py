@@ -1,4 +1,4 @@
-"""What a gateway says about deliveries to the operator's web hooks."""
+"""Deliveries to the operator's web hooks, as a gateway reports them."""
 
 from flotilla.shared.schemas.wire import TolerantWire
 
@@ -11,7 +11,7 @@ class WebhookView(TolerantWire):
     events: tuple[str, ...]
     delivered: int
     failed: int
-    """Given up: refused, or not answered in any attempt."""
+    """Abandoned: refused, or not answered in any attempt."""
     dropped: int
     """Lost because too many waited."""
     waiting: int

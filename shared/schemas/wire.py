@@ -67,16 +67,16 @@ def _classes_of(module: str) -> dict[str, ast.ClassDef]:
 
 
 class Wire(Described):
-    """A body that somebody writes by hand, or that never leaves one release: unknown keys are refused."""
+    """A body written by hand, or one that never leaves one release: unknown keys are refused."""
 
-    # JSON knows no infinities: what Python's reader lets in nobody could be answered.
+    # JSON has no infinities: what Python's parser accepts could not be sent in an answer.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class TolerantWire(Wire):
     """A message to or from another program, or another release: unknown fields are ignored, so that some can be added.
 
-    What services and the gateway tell each other is in ``tests/contract/releases``, by release.
+    The messages between services and gateway are in ``tests/contract/releases``, by release.
     """
 
     model_config = ConfigDict(extra="ignore")

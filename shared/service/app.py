@@ -70,7 +70,7 @@ async def at_work(service: Following, membership: Membership) -> AsyncIterator[N
             # It has left the fleet: other services of this process continue.
             end_alone()
             return
-        # A process that does nothing would look alive: end, so that whoever owns it starts it again.
+        # A process that does nothing would look alive: end, so that its owner starts it again.
         signal.raise_signal(signal.SIGTERM)
 
     member = asyncio.create_task(membership.run(), name="membership")
@@ -87,7 +87,7 @@ async def at_work(service: Following, membership: Membership) -> AsyncIterator[N
 
 def _say_why(task: asyncio.Task[None]) -> None:
     if task.cancelled():
-        log.critical("%s was cancelled by nobody, and so ends the service", task.get_name())
+        log.critical("%s was cancelled unexpectedly, and so ends the service", task.get_name())
     elif task.exception() is None:
         log.info("%s is over, and so is the service", task.get_name())
     else:

@@ -1,6 +1,6 @@
 """Which GPUs a process may compute on, found without torch.
 
-nvidia-smi lists what the machine has; CUDA_VISIBLE_DEVICES and FLOTILLA_DEVICES say which of them are this process's.
+nvidia-smi lists what the machine has; CUDA_VISIBLE_DEVICES and FLOTILLA_DEVICES select those of this process.
 """
 
 import functools
@@ -125,7 +125,7 @@ def host_capabilities(*, transports: tuple[str, ...] = (), shared_memory: str | 
     """Describe what this process has to compute with.
 
     Raises:
-        InvalidRequest: FLOTILLA_DEVICES is no list of devices that are there.
+        InvalidRequest: FLOTILLA_DEVICES is no list of existing devices.
     """
     devices = own_devices(machine_devices(), os.environ)
     return Capabilities(
@@ -141,7 +141,7 @@ def host_capabilities(*, transports: tuple[str, ...] = (), shared_memory: str | 
 
 
 def decided_here(spec: ExperimentSpec) -> ExperimentSpec:
-    """Decide what is left to ``auto`` by what this process has; a gateway has decided it before."""
+    """Resolve what is still ``auto`` by this process's devices; usually the gateway has decided it before."""
     if "auto" not in {spec.parallelism.device, spec.rollout.engine.device, spec.model.dtype}:
         return spec
     devices = own_devices(machine_devices(), os.environ)

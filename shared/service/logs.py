@@ -16,7 +16,7 @@ Lets = Callable[[str | None], bool]
 
 
 def logs_router(lets_in: Lets) -> APIRouter:
-    """Make the route; ``lets_in`` says it of an ``Authorization`` header."""
+    """Make the route; ``lets_in`` checks an ``Authorization`` header."""
     router = APIRouter(tags=["logs"])
 
     @router.get("/v1/logs")

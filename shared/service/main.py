@@ -36,12 +36,12 @@ def run_service(
     serves_several: bool = False,
     new_loop: NewLoop | None = None,
 ) -> int:
-    """Read the settings, configure logging, bind, serve until told to end.
+    """Read the settings, configure logging, bind, serve until a signal ends it.
 
     Args:
         name: of the service, in its log lines and refusals.
         create_app: makes the app from the settings and the address that it is reached at.
-        needs_redis: whether it talks to the data plane, and so must be told where that is.
+        needs_redis: whether it uses the data plane, and so needs its address.
         serves_several: whether one process may serve several experiments, as many as ``FLOTILLA_EXPERIMENTS`` says,
             and is a service for each.
         new_loop: makes the event loop; None: asyncio's own.
@@ -71,7 +71,7 @@ def run_service(
         departure = Departure(settings.notice_seconds)
         stop = None
         if settings.notices is not None:
-            # Until the service is there to leave, which is told again.
+            # Until the service exists and can leave; the notice is repeated.
             signal.signal(NOTICE, signal.SIG_IGN)
             stop = watch_notices(settings.notices, departure.hear)
         try:

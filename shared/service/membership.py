@@ -38,7 +38,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 1.0
 LEAVE_SECONDS = 2.0
 GAUGE_SECONDS = 2.0
 CHECK_SECONDS = 20.0
-"""For one phase of an examination, and to tell what it found."""
+"""For one phase of an examination, and to report its findings."""
 LISTENING = frozenset({ServiceKind.TRAINER, ServiceKind.ROLLOUT})
 """Kinds of service that exchange weights on ports besides their own."""
 
@@ -54,7 +54,7 @@ class Membership:
         registration: how the service presents itself.
         observe: gives the present observation; ``acknowledged`` is filled in here.
         apply: takes a desired state in; it must return quickly and start longer work as tasks of its owner.
-        credentials: told what the gateway says of tokens, if the service calls others or is called.
+        credentials: updated from the gateway's answers, if the service calls others or is called.
         gauges: reported with the load, and soon; none while all is well.
         settings: of a service that takes part in examinations of the fleet.
     """
@@ -77,7 +77,7 @@ class Membership:
         self._apply = apply
         self._credentials = credentials
         self._gauges = gauges
-        # A sandbox's children run anybody's programs, and do not last.
+        # A sandbox's children run arbitrary programs, and do not last.
         self._memory = ProcessMemory(with_children=registration.kind is not ServiceKind.SANDBOX)
         self._checker: HostChecks | None = None
         if settings is not None:
@@ -90,7 +90,7 @@ class Membership:
         self._changed = asyncio.Event()
         self._is_polling = asyncio.Event()
         self._has_news = False
-        """Whether a desired state was taken in since the last poll began."""
+        """Whether a desired state was received since the last poll began."""
         self._applying = asyncio.Lock()
         self._acknowledged: str | None = None
         self._num_applied = self._num_observed = 0
@@ -160,7 +160,7 @@ class Membership:
             await asyncio.sleep(GAUGE_SECONDS)
 
     async def _answer_checks(self) -> None:
-        """Take part in examinations, one phase after the other; one that nobody waits for any more is dropped."""
+        """Take part in examinations, one phase after the other; one that is not awaited any more is dropped."""
         while True:
             order, received_at = await self._checks.get()
             try:
@@ -170,7 +170,7 @@ class Membership:
                     report = await self._checker.answer(order, service_id, received_at)
                     await self._client.call("POST", f"/v1/services/{service_id}/checks", body=report)
             except Exception as error:
-                # What others said of themselves is in an order: none of it may end this service.
+                # An order holds reports of other services: none of them may end this service.
                 log.warning("an examination of the fleet has no answer from here", extra={"error": repr(error)})
 
     def _note_check(self, order: CheckOrder | None) -> None:
@@ -207,7 +207,7 @@ class Membership:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(JOIN_SECONDS):
                     await self._changed.wait()
-        # From here on it says all that there is to say.
+        # From here on it reports its full state.
         self._has_news = False
         self._changed.clear()
         await self._exchange(service_id, self._poll_seconds)
@@ -227,7 +227,7 @@ class Membership:
 
     async def _exchange(self, service_id: str, wait_seconds: float) -> None:
         def observe() -> ObservedState:
-            # For each attempt: one that was made before the gateway went away would be taken for the newest.
+            # For each attempt: one that was made before the gateway became unreachable would be taken for the newest.
             observed = self._observe()
             load = {**observed.load, **self._gauges(), **self._memory.look()}
             self._num_observed += 1
@@ -270,7 +270,7 @@ class Membership:
                 self._changed.set()
 
     def _understood(self, answer: Any) -> DesiredState:
-        """Read a desired state; what this release does not know is not done, and nothing else in its place.
+        """Read a desired state; what this release does not know is ignored, never replaced.
 
         Raises:
             NotUnderstood: it is of a later release.

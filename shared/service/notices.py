@@ -1,4 +1,4 @@
-"""Asks a cloud's metadata whether this machine will be taken away, and has the service leave while there is time.
+"""Polls a cloud's metadata for a preemption notice, and has the service leave in time.
 
 AWS: instance metadata of version 2, ``spot/instance-action``, two minutes ahead. GCP: ``instance/preempted``, 30 s.
 Azure: scheduled events ``Preempt`` and ``Terminate`` of this machine, 30 s and more. Nothing but these is read, no
@@ -25,7 +25,7 @@ LOOK_SECONDS = 2.0
 ASK_SECONDS = 2.0
 """For one question: the answer comes from the machine's own host."""
 SHORTEST_NOTICE_SECONDS = 30.0
-"""What a cloud gives at least; for those that say no time."""
+"""The shortest notice of any cloud; for notices without a time."""
 END_SECONDS = 5.0
 """Kept of a notice for what comes after the hand-over: the process ends."""
 MOST_BYTES = 256 * 1024
@@ -35,12 +35,12 @@ AWS_HEADER = "X-aws-ec2-metadata-token"
 TAKEN_AWAY = frozenset({"Preempt", "Terminate"})
 
 
-class _NoAnswer(Exception):  # no error of ours: a machine may be slow to answer, or have no metadata
+class _NoAnswer(Exception):  # never leaves this module: a machine may be slow to answer, or have no metadata
     """The metadata did not answer as documented."""
 
 
 class Metadata:
-    """What one cloud says about this machine.
+    """One cloud's notice for this machine.
 
     Args:
         source: whom to ask.
@@ -121,7 +121,7 @@ class Metadata:
 
 
 def watch_notices(source: NoticeSource, on_notice: Callable[[float], None]) -> Callable[[], None]:
-    """Look at once and every two seconds, in a thread of its own; while there is a notice, call with the time left.
+    """Poll now and every two seconds, in a thread; while there is a notice, call with the remaining time.
 
     Returns:
         What ends the watch.
@@ -142,7 +142,7 @@ def watch_notices(source: NoticeSource, on_notice: Callable[[float], None]) -> C
                     is_away = True
                 if left is not None and not ended.is_set():
                     if not is_told:
-                        log.warning("this machine will be taken away", extra={"seconds": round(left, 1)})
+                        log.warning("this machine will be preempted", extra={"seconds": round(left, 1)})
                     is_told = True
                     on_notice(left)
                 if ended.wait(LOOK_SECONDS):
@@ -169,7 +169,7 @@ class Departure:
     def hear(self, seconds_left: float) -> None:
         """Have the service leave by a notice, with all of its time but what the process takes to end.
 
-        Heard again, it holds again what the first one said, for a service that was not yet there to be told; once the
+        Heard again, it holds again what the first one said, for a service that did not exist yet; once the
         departure has begun nothing.
         """
         if self._has_begun:

@@ -1,8 +1,8 @@
 """How a service follows its desired state: what rollout, reward and trainer share.
 
-The gateway says what should be, the service says what is. ``apply`` notes a desired state and returns at once; one loop
-compares both whenever something changed, and moves what is. It never asks how it came about: a change that was missed,
-or came twice, leads to the same end.
+The gateway sends the desired state, the service the observed one. ``apply`` notes a desired state and returns at once;
+one loop compares both whenever something changed, and moves what is. It never asks how it came about: a change that was
+missed, or came twice, leads to the same end.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ STARTABLE = frozenset({WorkState.RUNNING, WorkState.PAUSED})
 class StartBackoff:
     """Pauses between starts: each twice as long as the one before, up to a bound, without an end.
 
-    An endpoint that took too long to start, a server that does not answer: such reasons pass, and nobody but the
+    An endpoint that took too long to start, a server that does not answer: such reasons are transient, and only the
     service itself would try again. What does not pass (a model that cannot be loaded) is for its owner to report.
     """
 

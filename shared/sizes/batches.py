@@ -20,7 +20,7 @@ class StepArithmetic:
         prompt_tokens, sampled_tokens: of a sample, at most. Rows with finished answers may learn every token, and
             have no prompt here.
         shares: parts of the samples, one for each rank or ranks that compute the same sequences.
-        is_bounded: the spec says how long a sample may be; else its numbers of tokens are 0.
+        is_bounded: the spec bounds the length of a sample; else its numbers of tokens are 0.
     """
 
     prompts: int

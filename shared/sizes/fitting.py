@@ -1,4 +1,4 @@
-"""Whether processes fit into the memory that there is, and what to say where they do not."""
+"""Whether processes fit into the memory that there is, and the message if they do not."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -61,7 +61,7 @@ def check_host(footprint: Footprint, *, total: int, available: int) -> None:
     Args:
         footprint: of the process.
         total: bytes of memory that the host, or a limit on this process, has.
-        available: of them, those that nobody uses now.
+        available: of them, the unused ones.
 
     Raises:
         ModelError: it needs more than there is at all.

@@ -37,7 +37,7 @@ def check_trainer(spec: ExperimentSpec, model: Path, *, device: str, device_byte
 
 
 def check_engine(spec: ExperimentSpec, model: Path) -> None:
-    """Refuse to start an embedded engine that cannot fit; others say it themselves. Blocks likewise.
+    """Refuse to start an embedded engine that cannot fit; others report it themselves. Blocks likewise.
 
     Raises:
         ModelError, Unavailable: see ``check_host``.

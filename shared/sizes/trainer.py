@@ -94,7 +94,7 @@ def trainer_footprint(
     parts.append(Part("gradients", pass_.gradients // shards, gradients, offload.parameters))
     of_pass_ = pass_.num_bytes - pass_.gradients
     moved = min(of_pass_, pass_.kept) if offload.activations and device == "cuda" else 0
-    # What comes to a device of offloaded gradients, layer by layer, is not foreseen: nothing is said to be needed.
+    # What comes to a device of offloaded gradients, layer by layer, is not predicted, and counted as nothing.
     least = 0 if offload.parameters else max(0, pass_.least - pass_.gradients)
     told = f"{largest.positions} tokens, {largest.sequences} samples of {largest.slots // largest.sequences}"
     parts.append(Part("largest pass", of_pass_ - moved, told, least=min(least, of_pass_ - moved)))
@@ -225,7 +225,7 @@ def _pass(
 
 
 def of_pass(spec: ExperimentSpec, sizes: ModelSizes, how: How, step: StepArithmetic, bound: int, trained: int) -> Taken:
-    """Predict what the largest pass takes, with the gradients that are there at that time."""
+    """Predict the memory of the largest pass, with the gradients present at that time."""
     largest = step.largest_pass(bound, shares_prompts=spec.optimisation.packing != "padded")
     has_masters = how.size == 2 and spec.optimisation.masters == "float32"
     gradients = trained * (4 if has_masters else how.size)

@@ -118,7 +118,8 @@ class Admission(Protocol):
     async def follow_ends(self, ended: Callable[[int], None]) -> None:
         """Call ``ended`` with 0 once this hears of groups that end, then with the number of those that did.
 
-        It ends when it is cancelled. What is planned has not ended. One that nobody heard of is in the ledger all the
+        It ends when it is cancelled. What is planned has not ended. One whose notification is lost is in the ledger all
+        the
         same: look there now and then.
         """
         ...

@@ -27,7 +27,7 @@ PARTIALS = "partials"
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:
-    """What an entry says about its payload.
+    """An entry's description of its payload.
 
     Attributes:
         schema: schema number of the payload.

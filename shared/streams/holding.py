@@ -1,4 +1,4 @@
-"""Working on a claim: the work ends as soon as the claim is lost, since somebody else may do it by then."""
+"""Working on a claim: the work ends as soon as the claim is lost, since another consumer may do it by then."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ TOGETHER_SECONDS = 1.0
 
 
 class LostClaims:
-    """Logs claims that are lost: those of one cause, such as a cut network, come together and are told together.
+    """Logs claims that are lost: those of one cause, such as a cut network, are logged together.
 
     Args:
         message: what became of the work on them.
@@ -40,7 +40,7 @@ async def holding(hop: Hop, claim: Claim) -> AsyncIterator[Renewal]:
     """Renew a claim while the block runs, and cancel the block once the claim is lost.
 
     Yields:
-        What renewing finds out. Who knows better, since the entry was delivered again, may set ``lost``.
+        What renewing finds out. A caller that sees the entry delivered again may set ``lost``.
 
     Raises:
         ClaimLost: the block was cancelled for that. A cancellation from outside stays one.

@@ -2,10 +2,10 @@
 
 Delivery is at least once, effect exactly once: an entry leaves its stream only through the holder of its claim, in the
 same atomic step that appends the result to the next stream or counts the resolution. A holder that lost its claim is
-told so, and throws its result away.
+informed, and discards its result.
 
 A delivery that ended with the death of its holder counts towards giving the entry up. One that a living holder lost,
-by a pause of its process or a partition, does not: the holder says so when it finds out.
+by a pause of its process or a partition, does not: the holder reports it on noticing.
 
 A claim is held while its entry is pending for the same consumer with the same delivery count. Consumer names are
 unique to one incarnation of a process, so a restarted process never passes for its predecessor.
@@ -96,7 +96,7 @@ class StreamKeys:
         return f"{self.prefix}:{hop.value}"
 
     def marker(self, token: str) -> str:
-        """The short-lived key that says how the holder of the claim with this token ended it."""
+        """The short-lived key that records how the holder of the claim with this token ended it."""
         return f"{self.prefix}:done:{token}"
 
     def lost_alive(self, hop: HopName, entry_id: str) -> str:
@@ -150,7 +150,7 @@ class StreamKeys:
 
     @property
     def ends(self) -> str:
-        """The channel that tells of groups which ended other than in a plan. No key: nothing is kept of it."""
+        """The channel that announces groups which ended other than in a plan. No key: nothing is kept of it."""
         return f"{self.prefix}:ends"
 
     def all(self) -> list[str]:
@@ -190,10 +190,10 @@ class Claim:
     Attributes:
         hop: the stream it was claimed from.
         entry_id: its id in that stream.
-        header: what it says about its payload.
+        header: the description of its payload.
         payload: msgpack, decoded by ``task`` or ``group``; of a group all but its grades.
         deliveries: how often the entry was delivered, this time included; 0 for a replayed one, which has no holder.
-        consumer: who claimed it.
+        consumer: the claiming process.
         grades: msgpack, decoded by ``group``; empty of a task.
         token: random; names this very claim, so that repeating a forward whose answer was lost is safe.
     """
@@ -432,7 +432,7 @@ async def _keep_renewing(hop: Hop, held: list[Claim], renewal: Renewal) -> None:
         except Unavailable as error:
             log.warning("claims cannot be renewed now", extra={"hop": hop.name.value, "error": error.detail})
         except Exception:
-            # Nobody awaits this task before the block ends: say it now, and let the holder stop.
+            # This task is not awaited before the block ends: set it now, so that the holder stops.
             log.exception("renewal ended", extra={"hop": hop.name.value})
             lost = held
         if lost:

@@ -52,7 +52,7 @@ class Outstanding(BaseModel):
     first_group: int
     """The one that was issued first."""
     oldest_seconds: float | None = None
-    """How long ago that was; null where the gateway that tells it did not issue it, and in the data plane's own."""
+    """How long ago that was; null if the answering gateway did not issue it, and in the data plane's own."""
 
 
 class Ledger(Described):

@@ -1,7 +1,7 @@
 """Answers that come later than they were asked for: a grader's callback, an agent's reward.
 
-Who waits for an answer says so first, and until when; then one answer is taken. The wait survives those who wait and
-those who deliver, because both ends are kept in the data plane. Times are the server's, in seconds since the epoch.
+A waiter registers first, with a deadline; then one answer is accepted. The wait survives the waiters and
+the senders, because both ends are kept in the data plane. Times are the server's, in seconds since the epoch.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from flotilla.shared.clock import Pauses
 from flotilla.shared.net.retry import DATA_PLANE, Backoff, retry
 
 KEPT_SECONDS = 3600.0
-"""How long after its deadline it is remembered that something was expected, so that late ones are told so."""
+"""How long after its deadline an expectation is remembered, so that late answers get a clear refusal."""
 FIRST_POLL_SECONDS = 0.05
 LONGEST_POLL_SECONDS = 1.0
 
@@ -33,12 +33,12 @@ class Delivery(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """An answer that somebody waits for.
+    """An awaited answer.
 
     Attributes:
-        key: with which who delivers it must sign; empty if they need not.
+        key: with which its sender must sign; empty: no signature.
         seconds_left: until the deadline; 0 after it.
-        is_accepted: the other side said that it will answer.
+        is_accepted: the other side has announced an answer.
         answer: None until it came.
     """
 
@@ -56,7 +56,7 @@ class Mailbox(Protocol):
         ...
 
     async def accept(self, name: str) -> None:
-        """Note that the other side has said that it will answer."""
+        """Record that the other side has announced an answer."""
         ...
 
     async def find(self, name: str) -> Expected | None:
@@ -71,7 +71,7 @@ class Mailbox(Protocol):
 async def wait_for_answer(mailbox: Mailbox, name: str) -> bytes | None:
     """Wait until the answer has come, or its deadline is over; None then, and if it is not expected (any more).
 
-    While the data plane is absent it keeps waiting: the deadline is then looked at afterwards.
+    While the data plane is absent it keeps waiting: the deadline is then checked afterwards.
     """
     pauses = Pauses(FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS)
     while True:

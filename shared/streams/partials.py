@@ -1,7 +1,7 @@
 """What a group's members have so far when their task changes hands.
 
-A partial trajectory is a trajectory whose finish reason is ``aborted``; it is continued from its tokens by whoever
-claims the task next. Members that are finished travel along and are not sampled again.
+A partial trajectory is a trajectory whose finish reason is ``aborted``; it is continued from its tokens by the service
+that claims the task next. Members that are finished travel along and are not sampled again.
 """
 
 from collections.abc import Sequence

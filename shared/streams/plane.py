@@ -44,7 +44,7 @@ class DataPlane(Protocol):
     async def release(self, consumers: Collection[str]) -> int:
         """End all claims that consumers hold of tasks and generated groups, and return how many these were.
 
-        It is for those who are dead: nobody then waits for their leases. Each such delivery counts. One that lives
+        It is for dead consumers: their leases need not be awaited then. Each such delivery counts. One that lives
         after all finds its claims lost, as after a lease, and claims again.
         """
         ...

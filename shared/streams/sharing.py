@@ -1,6 +1,6 @@
 """Scored groups of one experiment, offered to others that train them, too.
 
-While somebody subscribes, each group that enters the scored stream is appended in the same step to one more stream,
+While there is a subscriber, each group that enters the scored stream is appended in the same step to one more stream,
 under the number that follows the last one's, whatever became of that. Each subscriber has a consumer group of its own
 there, whose position is what it has surely taken; what all of them have taken is deleted. Their slowest holds no more
 than the experiment allows its streams: beyond that the oldest groups are trimmed, and since numbers are dense, who
@@ -36,7 +36,7 @@ class SharedRead:
 
     Attributes:
         groups: the first of them, in order.
-        reached: the highest number that this tells of: one up to it, and in no group, was trimmed.
+        reached: the highest number covered: one up to it, and in no group, was trimmed.
     """
 
     groups: tuple[SharedGroup, ...]

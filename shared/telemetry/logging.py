@@ -102,7 +102,7 @@ def plain_facts(facts: Iterable[tuple[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Write a value so that it can be told where it ends; what could steer a terminal is escaped."""
+    """Write a value with a recognisable end; terminal control characters are escaped."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     if not isinstance(value, str):
         return _printable(text)

@@ -26,7 +26,7 @@ def engine_trace(version: int, process_id: int, service_id: str) -> str:
 
 
 def write_trace(directory: Path, name: str, export: Callable[[str], None]) -> Path:
-    """Write a trace, so that nobody sees a part of it.
+    """Write a trace atomically.
 
     Args:
         directory: made if it is not there.

@@ -1,7 +1,7 @@
-"""The newest lines that this process and its children logged, kept in memory for whoever looks at them from afar.
+"""The newest lines that this process and its children logged, kept in memory to be read over the network.
 
 Bounded in lines and characters. What looks like a credential is taken out before a line is shown, whichever process
-wrote it: records of ours have none, but children and libraries write what they like. Most lines nobody ever looks at.
+wrote it: Flotilla's records have none, but children and libraries may. Most lines are never read.
 """
 
 import json
@@ -29,7 +29,7 @@ _OWNER: Final = re.compile(r'[^"=]* experiment_id=([\w.-]+)(?: |$)')
 
 
 class _Kept:
-    """A line, from which secrets are taken when it is first looked at."""
+    """A line, from which secrets are removed when it is first read."""
 
     __slots__ = ("_entry", "_is_redacted", "size")
 

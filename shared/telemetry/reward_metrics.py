@@ -25,7 +25,7 @@ Scored = tuple[str | None, Trajectory]
 def series_name(given: str) -> str:
     """Make a name safe in a series: letters, digits, dot, dash, underscore, and slashes that separate parts.
 
-    One that is too long keeps its beginning, and a short digest of the whole tells it from others.
+    One that is too long keeps its beginning, and a short digest of the whole distinguishes it.
     """
     parts = [re.sub(r"[^A-Za-z0-9._-]", "_", part) for part in given.split("/")]
     name = "/".join(part or "_" for part in parts)
@@ -69,7 +69,7 @@ class SeriesNames:
 
 
 def describe_rewards(scored: Sequence[Scored], names: SeriesNames) -> dict[str, float]:
-    """Measure what graders said of scored trajectories.
+    """Measure the grades of scored trajectories.
 
     Args:
         scored: of one step, or of one evaluation.

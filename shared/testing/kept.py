@@ -1,4 +1,4 @@
-"""Remembers which groups it was told to keep."""
+"""Records which groups it was asked to keep."""
 
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.trajectory import Group

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 LOCK: Final = ".lock"
 UNFINISHED: Final = ".unfinished"
-"""How the names end of what is not in its place yet, or no more; removed when it is a day old."""
+"""Suffix of directories that are not complete yet, or being removed; deleted when a day old."""
 LOCK_SECONDS: Final = 10.0
 """Changes are renames: only a process that was stopped in one holds the lock for so long."""
 PAUSE_SECONDS: Final = 0.02
@@ -22,7 +22,7 @@ PAUSE_SECONDS: Final = 0.02
 
 @contextmanager
 def changing(saved: Path) -> Iterator[None]:
-    """Let nobody else change what lies below a directory while the block runs; blocks.
+    """Lock a directory tree against changes by others while the block runs; blocks.
 
     Raises:
         Unavailable: another process did not release its lock in time.

@@ -18,7 +18,7 @@ from flotilla.shared.errors import InvalidRequest
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MAX_VARINT_BYTES: Final = 10
 MAX_FIELDS: Final = 1 << 16
-"""Of one message, and numbers of one field: millions of two bytes each would hold up who reads them."""
+"""Of one message, and numbers of one field: millions of two bytes each would delay the reader."""
 MASK: Final = (1 << 64) - 1
 
 Value = int | memoryview

@@ -16,7 +16,7 @@ CANNOT_START, ENDED = 2, 1
 
 
 def run_process(kind: str, work: Callable[[ServiceSettings, str], None]) -> int:
-    """Work until told to end.
+    """Work until a signal ends it.
 
     Why it ended otherwise is one sentence.
 
@@ -43,7 +43,7 @@ def run_process(kind: str, work: Callable[[ServiceSettings, str], None]) -> int:
 
 
 def end_on_sigterm() -> None:
-    """Cancel the task that calls this when the process is told to end."""
+    """Cancel the calling task when the process receives a signal to end."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

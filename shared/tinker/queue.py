@@ -64,7 +64,7 @@ class Answer:
 
     Attributes:
         form: of the content.
-        content: what its client is told.
+        content: the answer to its client.
         loss: of a pass whose gradients wait for an update; noted, as is the update.
         update: of the model, without its loss: that is counted from those of the passes.
     """
@@ -278,7 +278,7 @@ class TinkerQueue(Store):
         return str(await self._retried("INCR", key("incarnation", work)))
 
     async def owners(self, work: Work) -> list[str]:
-        """Name those who have work of a kind waiting."""
+        """List the models with waiting work of a kind."""
         return await self._names("owners", work)
 
     async def waiting(self, work: Work, owner: str, after: str, count: int) -> list[Request]:
@@ -344,7 +344,7 @@ class TinkerQueue(Store):
             raise ClaimLost(f"another process does the work {work} now")
 
     async def sampled(self, request_id: str) -> bytes | None:
-        """Return what the sampler said of each sequence of a request; None where it did not yet."""
+        """Return the sampler's answer for each sequence of a request; None where there is none yet."""
         found: bytes | None = await self._retried("HGET", key("request", request_id), "sampled")
         return found
 

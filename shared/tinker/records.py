@@ -1,4 +1,4 @@
-"""What gateway, trainer and sampler tell each other of the Tinker API's models, requests and answers."""
+"""Records of the Tinker API's models, requests and answers, exchanged by gateway, trainer and sampler."""
 
 from enum import StrEnum
 
@@ -35,7 +35,7 @@ class Lora(Record):
     train_mlp: bool = True
     train_attn: bool = True
     train_unembed: bool = True
-    """Asked for by the client as it is; the output layer is never adapted here, and ``weights_info`` says so."""
+    """Asked for by the client as it is; the output layer is never adapted here, as ``weights_info`` reports."""
 
     @property
     def shape(self) -> tuple[int, bool, bool]:

@@ -70,7 +70,7 @@ class Run:
 
     @classmethod
     def read(cls, row: Sequence[bytes]) -> Self:
-        """Read what Redis says of a model."""
+        """Read a model's record in Redis."""
         record, seen, closed, updates, accepted, answered, failed, waiting, session = row
         is_open = bool(session) and not Session.model_validate_json(session).is_finished and not closed
         counts = (int(each) for each in (updates, accepted, answered, failed, waiting))
@@ -118,7 +118,7 @@ class TinkerSessions(Store):
         return found
 
     async def close_models(self, session_id: str) -> list[str]:
-        """Take no more requests of a session's models; returns their ids. What waits in its place is answered."""
+        """Take no more requests of a session's models; returns their ids. Waiting requests are answered."""
         ids = await self._names("models", session_id)
         for model_id in ids:
             whose = await self._owner_of(model_id)

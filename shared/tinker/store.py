@@ -45,7 +45,7 @@ class Store:
 
 
 async def as_long_as_it_takes(operation: Callable[[], Awaitable[Result]]) -> Result:
-    """Do what must not be given up while Redis is away: an answer to what was done already."""
+    """Retry while Redis is unavailable: for answers to what was done already."""
     while True:
         try:
             return await operation()

@@ -9,14 +9,14 @@ MOST_OWNERS = 10_000
 
 
 class Turns:
-    """Gives turns to whoever has used least; who comes new begins where the last turn began."""
+    """Gives turns to the model that has used least; a new one begins where the last turn began."""
 
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
         self._now = 0.0
 
     def next(self, waiting: Collection[str]) -> str | None:
-        """Return whose turn it is; None where nobody waits."""
+        """Return whose turn it is; None without a waiter."""
         if not waiting:
             return None
         if len(self._used) > MOST_OWNERS:

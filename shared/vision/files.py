@@ -1,7 +1,7 @@
 """Encoded images: what is read of one before any of its pixels is, and its pixels under a limit.
 
-Images are untrusted: a few bytes of a file can say that it has billions of pixels. Its size is read from its header,
-and held against ``MOST_PIXELS``, before it is decoded. Pillow is imported by who reads an image, and by nobody else.
+Images are untrusted: a few bytes of a file can declare billions of pixels. Its size is read from its header,
+and held against ``MOST_PIXELS``, before it is decoded. Pillow is imported only where an image is read.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def check_file(path: Path) -> None:
     """
     try:
         found = path.stat()
-        if not S_ISREG(found.st_mode):  # Opening a pipe would wait for whoever writes it.
+        if not S_ISREG(found.st_mode):  # Opening a pipe would wait for its writer.
             raise DataError(f"the image {path} is no file", path=str(path))
         num_bytes = found.st_size
         with path.open("rb") as file, _opened(file, num_bytes):
@@ -73,7 +73,7 @@ def pixels_of(data: bytes) -> Any:
 
 
 def plain_of(data: bytes) -> bytes:
-    """Encode an image so that whoever decodes it sees what ``pixels_of`` gives; one that says so already is returned.
+    """Encode an image so that decoding gives what ``pixels_of`` does; one already encoded so is returned.
 
     Raises:
         DataError: as ``pixels_of``.
@@ -102,7 +102,7 @@ def _opened(file: IO[bytes], num_bytes: int) -> Any:
         raise DataError(f"an image has {num_bytes} bytes, and may have {MOST_BYTES}")
     try:
         with warnings.catch_warnings():
-            # Pillow warns of what is refused below, by a limit of ours.
+            # Pillow warns of what is refused below, by our limit.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:

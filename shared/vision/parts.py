@@ -1,6 +1,6 @@
 """Parts of messages as OpenAI writes them: texts, and images with a ``data:`` URI.
 
-Nothing is fetched: whoever wrote the parts would choose what this machine asks for.
+Nothing is fetched: the author of the parts would choose what this machine requests.
 """
 
 import base64
@@ -49,7 +49,7 @@ class Part:
             return cls(text)
         if kind not in KINDS:
             raise DataError(f"a part of a message must be text, image or image_url, and is {kind or written!r}"[:200])
-        # Whatever names an image of its own is never taken for another one.
+        # An entry that names its own image is never matched to another one.
         source = _first_of(fields, (kind, *OWN_IMAGE))
         return cls(None, _first_of(source, OWN_IMAGE) if isinstance(source, Mapping) else source)
 

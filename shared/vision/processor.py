@@ -92,7 +92,7 @@ class ImageProcessor:
             from transformers import AutoImageProcessor, AutoTokenizer
             from transformers.utils import logging as transformers_logging
 
-            # It says that torchvision would be faster, which no part here needs.
+            # It warns that torchvision would be faster, which no part here needs.
             transformers_logging.set_verbosity_error()
             processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
             token = AutoTokenizer.from_pretrained(directory, local_files_only=True).convert_ids_to_tokens(token_id)

@@ -45,7 +45,7 @@ def find_spans(
     """Find the tokens of each image among the placeholders of a sequence.
 
     Args:
-        is_placeholder: [T], true where a token stands for a part of an image and nobody sampled it.
+        is_placeholder: [T], true where a token stands for a part of an image and was not sampled.
         grids: rows and columns of the tokens of each image, in order.
         what: the sequence, for the message.
 

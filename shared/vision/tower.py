@@ -61,7 +61,7 @@ class Tower:
         body: a vision-language model of transformers, without its head.
         processor: of its folder.
         is_frozen: whether its weights never change, so that an image is computed once.
-        most: returns the largest of the numbers that those who divide the weights give it; each computes that often.
+        most: returns the maximum over the ranks that share the weights; each computes that often.
             By itself, of one that has all of them.
     """
 

@@ -1,9 +1,10 @@
 """How long the admission budget held the feeder, by version: the price of the bound on lag, in seconds.
 
-How many groups may be issued now: the admission budget, and what is left to train. Pure.
+How many groups may be issued now: the admission budget, and the groups still to be trained. Pure.
 
-The budget bounds how far generation runs ahead; what is left bounds the end, so that the last steps do not sample
-groups that are never trained. A group that is filtered, dropped or failed is replaced, since it counts for neither.
+The budget bounds how far generation runs ahead; the groups still to be trained bound the end, so that the last steps do
+not sample groups that are never trained. A group that is filtered, dropped or failed is replaced, since neither bound
+counts it.
 
 Redundant groups are issued beyond both, so that a step need not wait for its slowest: while few are being sampled, and
 those that are finished do not fill the budget yet.
@@ -88,7 +89,7 @@ ADMISSION_WAIT: Final = "admission/wait_seconds"
 
 
 class AdmissionWait:
-    """Adds up the time between two looks at the first of which tasks were left to issue and the budget was full.
+    """Adds up the time between two readings, where at the first one tasks were left to issue and the budget was full.
 
     Kept in the store every second: the next gateway continues with it. The time between two gateways counts with
     neither.

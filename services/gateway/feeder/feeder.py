@@ -4,7 +4,7 @@ It alone records published versions in the data plane, always before it issues u
 publication frees is never filled with tasks of the version before.
 
 While the budget admits nothing it is woken by what frees some: a publication, and a group that ends without being
-trained, of which the data plane tells. It looks at the ledger now and then all the same.
+trained, which the data plane announces. It also reads the ledger now and then.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ GROUP_SIZE = "rollout.group_size"
 BATCH = 64
 QUICK_TASKS = 16
 BLOCKED_SECONDS = 0.03
-"""Between two looks at the ledger, where nobody tells what changes, and at least, where somebody does."""
+"""Between two readings of the ledger without notifications, and at most with them."""
 TOLD_SECONDS = 0.5
-"""Between two looks where it is told: what it did not hear of waits no longer."""
+"""Between two readings with notifications: a lost notification delays the feeder no longer."""
 IDLE_SECONDS = 0.5
 UNAVAILABLE_BACKOFF_SECONDS = 1.0
 RECORD_SECONDS = 1.0
@@ -91,14 +91,14 @@ class Feeder:
         self._num_ended = 0
         """Groups that ended since the last look."""
         self._spare: tuple[int, float] = 0, -math.inf
-        """How many groups the last look at the ledger left to issue beyond its budget, and when it was."""
+        """How many groups the last reading of the ledger left to issue beyond its budget, and when it was."""
 
     async def run(self) -> None:
         """Issue until cancelled. While the data plane is unavailable, nothing is issued and nothing is lost."""
         await run_together(asyncio.create_task(self._issue_all()), asyncio.create_task(self._follow_ends()))
 
     async def _follow_ends(self) -> None:
-        """Be told of groups that end. While nobody tells, the ledger is asked as often as is needed without."""
+        """Subscribe to groups that end. Without notifications the ledger is polled as often as needed."""
 
         def ended(count: int) -> None:
             self._is_told = True
@@ -188,7 +188,7 @@ class Feeder:
                 self._status.wait.hold(now)
             self._spare = left, now
             return self._blocked_seconds()
-        # A server that has lost everything is told the beginning again before anything is issued.
+        # A server that has lost everything receives the beginning again before anything is issued.
         first = max(self._first_group_id, await self._next_group())
         await self._rows.settle(first)
         limit = max(budget, ledger.outstanding + ledger.consumed_since_publication + room)
@@ -201,7 +201,7 @@ class Feeder:
         return self._pause_after(result.count, room, left)
 
     async def _record(self, version: int, now: float) -> None:
-        """Record the version, from where ids begin, and what the streams may take; look at the ledger next."""
+        """Record the version, from where ids begin, and what the streams may take; read the ledger next."""
         self._spare = 0, -math.inf
         if self._first_group_id:
             await self._admission.begin_at(self._first_group_id)
@@ -220,7 +220,7 @@ class Feeder:
         return is_same and self._experiment.state is ExperimentState.RUNNING
 
     async def _replace(self, count: int, version: int, now: float) -> float:
-        """Issue a group for each that ended without a look at the ledger: the script bounds them, the end is far."""
+        """Issue a group for each that ended without reading the ledger: the script bounds them, the end is far."""
         assert self._rows is not None
         self._spare = self._spare[0] - count, self._spare[1]
         first = max(self._first_group_id, await self._next_group())
@@ -249,7 +249,7 @@ class Feeder:
         return self._blocked_seconds()
 
     def _blocked_seconds(self) -> float:
-        """Return how long to wait for room. Where it depends on more than groups that end, nobody tells of it."""
+        """Return how long to wait for room. Nothing announces room that depends on more than ended groups."""
         spec = self._experiment.spec
         depends = self._finished is not None or spec.asynchrony.redundant_groups or spec.shares_devices
         return TOLD_SECONDS if self._is_told and not depends else BLOCKED_SECONDS
@@ -282,7 +282,7 @@ class Feeder:
         point = PointRecord(name=ADMISSION_WAIT, step=step, version=version, value=seconds, at=at)
         window = self._status.wait.to_window()
         window_write = PutWindow(self._experiment.id, ADMISSION_WAIT, window)
-        # Nobody waits for it: the budget that the publication has freed is filled meanwhile.
+        # Not awaited: the budget that the publication has freed is filled meanwhile.
         self._store.write_soon(PutMetrics(self._experiment.id, [point]), window_write)
         self._kept = window
 

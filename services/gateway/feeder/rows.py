@@ -90,7 +90,7 @@ class RowOrder:
         pools: of its curriculum; None without one.
 
     Attributes:
-        dataset: says the row of each group that ``settle`` was asked about, and of those before.
+        dataset: knows the row of each group passed to ``settle``, and of those before.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ BATCH = 16
 SUBSCRIBE_SECONDS = 1.0
 """A server that came back from its log may have forgotten a subscription."""
 REFUSED = 64
-"""So many groups are refused, and none trained, before that is taken for the rule."""
+"""Number of refused groups, with none trained, after which all are assumed to be refused."""
 
 
 class SubscribedFeeder(Feeder):
@@ -33,7 +33,7 @@ class SubscribedFeeder(Feeder):
 
     Args:
         source: finds the experiment whose groups are taken; None where there is none that can be used.
-        has_caught_up: whether the trainer at work has trained as far as was said of this experiment.
+        has_caught_up: whether the present trainer has reached the step that was reported for this experiment.
         on_end: called, with the source, once that has ended and what it gave does not fill a step.
     """
 
@@ -96,7 +96,7 @@ class SubscribedFeeder(Feeder):
         # Read before the groups: what ended gives no more after that.
         is_over = source.state.is_final and source.record.final_ledger is not None
         ledger = ledger.model_copy(update={"consumed_since_publication": 0})
-        # Those that came too late, or were too old, say nothing of the next ones.
+        # Groups that came too late, or were too old, do not predict the next ones.
         check_taken(ledger.model_copy(update={"dropped": {}}), max(REFUSED, spec.admission_budget))
         steps, groups_per_step = spec.optimisation.steps - self._first_step, spec.groups_per_step
         room = admitted(ledger, budget=spec.admission_budget, steps=steps, groups_per_step=groups_per_step)

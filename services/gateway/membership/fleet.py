@@ -1,10 +1,10 @@
 """Membership of the fleet: registration, status calls, notices, leases that end.
 
 A status call first records the observation, then waits until the service's desired state differs from the one it
-acknowledged. Whoever changes something that matters to a service fires its signal; nothing is polled.
+acknowledged. A change that matters to a service fires its signal; nothing is polled.
 
 Where a service reports and waits at the same time, what its report has changed is the answer to the report, and the
-call that waits keeps waiting: it would say the same.
+call that waits keeps waiting: its answer would be the same.
 """
 
 import asyncio
@@ -233,7 +233,7 @@ class Fleet:
         )
 
     def _may_hold(self, experiment: Experiment) -> ServiceKind | None:
-        """Find who may have the shared devices now: whose shift it is, once all others have released them."""
+        """Find the service that may use the shared devices now: the owner of the shift, once all others left them."""
         shift = experiment.record.device_shift
         holder = holder_of(shift)
         others = [kind for kind in SHARERS if kind is not holder]
@@ -294,7 +294,7 @@ class Fleet:
 
     async def _record_progress(self, service: LiveService, experiment: Experiment) -> None:
         observed, record = service.observed, experiment.record
-        # One that had finished may say so again before it learns that there are more steps.
+        # A trainer that had finished may report it again before it learns that there are more steps.
         is_last = (observed.step or 0) >= experiment.spec.optimisation.steps
         ends = observed.state is WorkState.FINISHED and is_last and not record.is_trained
         if not ends and observed.step in {None, record.step}:
@@ -351,7 +351,7 @@ class Fleet:
         self._on_change()
 
     async def leave(self, service_id: str, *, reason: str) -> None:
-        """Forget a service; what it had claimed is taken over by others.
+        """Remove a service; others take over its claims.
 
         Raises:
             NotFound: it is not registered.
@@ -404,7 +404,7 @@ class Fleet:
     def _stage_departure(self, change: Transaction, service: LiveService, experiment_id: str, reason: str) -> None:
         self._publications.stage_gone(change, experiment_id, service, reason)
         if service.observed.device is not None:
-            # Who waits for its memory need not wait any longer.
+            # Services that wait for its memory need not wait any longer.
             change.then(partial(wake_services, self._registry, experiment_id))
         experiment = self._repository.find(experiment_id)
         if experiment is not None:

@@ -1,15 +1,15 @@
 """Registrations that wait for their turn are stored together: a thousand services that start are not a thousand writes.
 
-Whoever has the turn stages its own registration and those that wait behind it. They find themselves registered in their
-own turn, or, where the database did not take them, stage themselves.
+The request that has the turn stages its own registration and those waiting behind it. They find themselves registered
+in their own turn, or, where the database did not take them, stage themselves.
 
-Services that were given up for their silence may come back as who they were. A host that cannot be reached for half a
-minute has lost nothing. Its service registers again as the same process, gets the same id, and, where nobody has taken
-its place, the same assignment: so it keeps worker, engine and weight endpoint. What it had claimed was released
-meanwhile and is fenced; a trainer keeps its epoch, since no other one had it. Who was given up stays in the database,
-so a gateway that restarts during the cut knows it as well.
+Services that were removed because they were silent may come back under their former identity. A host that cannot be
+reached for half a minute has lost nothing. Its service registers again as the same process, gets the same id, and,
+where nobody has taken its place, the same assignment: so it keeps worker, engine and weight endpoint. What it had
+claimed was released meanwhile and is fenced; a trainer keeps its epoch, since no other one had it. The record of a
+removed service stays in the database, so a gateway that restarts during the cut knows it as well.
 
-The scheduler, which assigns all others, decides from what it saw before: ``num_assigned`` tells it that somebody came
+The scheduler, which assigns all others, decides from what it saw before: ``num_assigned`` shows it that a service came
 back meanwhile, and it decides again.
 """
 
@@ -35,7 +35,7 @@ COMPUTING = frozenset({ServiceKind.TRAINER, ServiceKind.ROLLOUT})
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """A service at the moment when it was given up.
+    """A service at the moment when it was removed for its silence.
 
     Attributes:
         record: with what it was assigned to, and the epoch of that experiment's trainers then.
@@ -47,7 +47,7 @@ class CutOff:
 
 
 class Returning:
-    """Remembers those that were given up, by their incarnation, and lets them continue.
+    """Remembers removed services by their incarnation, and lets them continue.
 
     Attributes:
         num_assigned: how many got their work back.
@@ -62,18 +62,18 @@ class Returning:
         self.num_assigned = 0
 
     async def load(self) -> None:
-        """Read who was given up by an earlier process; their silence continued while no gateway ran."""
+        """Read the services that an earlier process removed; their silence continued while no gateway ran."""
         for record in await self._store.services():
             if record.silent_since is not None:
                 silent = max(0.0, self._clock.now() - record.silent_since)
                 self._cut_off[record.incarnation] = CutOff(record, self._clock.monotonic() - silent)
 
     def silence_of(self, service: LiveService) -> str:
-        """Say for how long a member has been silent."""
+        """Record for how long a member has been silent."""
         return no_contact(service.record, self._registry.now() - service.heard_at)
 
     def stage_memory(self, change: Transaction, service: LiveService) -> None:
-        """Remember one that is given up, once its leave is staged."""
+        """Remember a removed service, once its departure is staged."""
         experiment = self._repository.find(service.experiment_id)
         now = self._registry.now()
         since = self._clock.now() - (now - service.heard_at)
@@ -85,12 +85,12 @@ class Returning:
         change.then(lambda: self._cut_off.update({record.incarnation: cut_off}))
 
     def stage_forgetting(self, change: Transaction, experiment_id: str) -> None:
-        """Let nobody continue with an experiment that has ended and starts again, from its newest checkpoint."""
+        """Forget all for an experiment that has ended and starts again from its newest checkpoint."""
         self._stage_forgetting(change, lambda each: each.record.experiment_id == experiment_id)
 
     def _stage_forgetting(self, change: Transaction, is_meant: Callable[[CutOff], bool]) -> None:
         found = {name: each.record.id for name, each in self._cut_off.items() if is_meant(each)}
-        # Who has come back has its record again, under the same id.
+        # A service that has come back has its record again, under the same id.
         change.write(*(DeleteRecord(ServiceRecord, each) for each in found.values() if not self._registry.find(each)))
         change.then(lambda: [self._cut_off.pop(name, None) for name in found])
 
@@ -99,7 +99,7 @@ class Returning:
         return "; ".join(words for record, words in self.away() if record.experiment_id == experiment_id) or None
 
     def away(self) -> list[tuple[ServiceRecord, str]]:
-        """List the services that were given up and are remembered, and for how long there is no contact with each."""
+        """List the removed services that are remembered, and for how long each has been silent."""
         now = self._registry.now()
         return [
             (each.record, no_contact(each.record, now - each.heard_at))
@@ -108,7 +108,7 @@ class Returning:
         ]
 
     def knows(self, registration: Registration) -> bool:
-        """Whether a process was given up, or is a member: what it may have depends on what all others have now."""
+        """Whether a process was removed or is a member: what it may have depends on what all others have now."""
         name = registration.incarnation
         return name in self._registry.by_incarnation or name in self._cut_off
 
@@ -139,7 +139,7 @@ class Returning:
         return service
 
     def _is_free(self, service: LiveService, found: CutOff) -> bool:
-        """Whether nobody has its place, so that it may continue as if it had never been away."""
+        """Whether its place is still free, so that it may continue as if it had never been away."""
         experiment = self._repository.find(found.record.experiment_id)
         if experiment is None or not experiment.is_active or found.record.is_draining:
             return False
@@ -159,7 +159,7 @@ class Returning:
 
 
 def _computes(service: LiveService, experiment_id: str) -> bool:
-    """Whether a service may compute on its devices for others: it works for them, or has not yet let go."""
+    """Whether a service may compute on its devices for others: it works for them, or has not released them yet."""
     if service.kind not in COMPUTING or service.experiment_id is not None:
         return service.kind in COMPUTING and service.experiment_id != experiment_id
     return service.is_busy
@@ -198,7 +198,7 @@ class Joining:
         stage_leave: forgets a service, for a reason.
 
     Attributes:
-        returning: those that were given up, and may come back.
+        returning: removed services that may come back.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What services logged last, asked of them when somebody looks; nothing of it is kept here."""
+"""The newest log lines of services, fetched on request; nothing of them is kept here."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ class ServiceLogs:
             ServiceLogEntry(**entry.model_dump(), service_id=each.service_id)
             for each in [*own, *said]
             for entry in each.items
-            # A service says what its lines belong to, and is believed of its own experiment alone.
+            # A service names the experiment of its lines, and is believed only for its own.
             if query.experiment_id is None or entry.experiment_id == query.experiment_id
         ]
         newest = sorted(entries, key=lambda entry: entry.at)[-query.lines :]

@@ -1,4 +1,4 @@
-"""Which trainer a request speaks for: whoever its token says, while that service is the experiment's trainer."""
+"""Which trainer a request speaks for: the one that its token names, while that is the experiment's trainer."""
 
 from flotilla.services.gateway.records.repository import ExperimentRepository
 from flotilla.services.gateway.registry.services import Registry

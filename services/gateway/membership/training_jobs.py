@@ -1,4 +1,4 @@
-"""Training jobs on several hosts: who is which node, and the end of jobs that cannot continue.
+"""Training jobs on several hosts: which service is which node, and the end of jobs that cannot continue.
 
 Training jobs on several hosts: which service is which node, and when a job is over. Pure.
 
@@ -19,7 +19,7 @@ STORE_SECONDS = 120.0
 """Within which the first node has opened the job's store, once all services are there; it sees to the others itself."""
 
 Reports = Mapping[str, JobReport | None]
-"""By id of the experiment's trainer services, the first node first; None of one that says nothing of a job."""
+"""By id of the experiment's trainer services, the first node first; None for one that reports no job."""
 
 
 def node_of(service_id: str, num_nodes: int, epoch: int, reports: Reports) -> JobNode | None:
@@ -76,7 +76,7 @@ class TrainingJobs:
             self._stage_next_epoch(change, experiment, f"{named} on {service.record.host} is gone: {reason}")
 
     async def reconcile(self, experiment: Experiment) -> None:
-        """Begin the next epoch where the job is over on a node, or does not come to be."""
+        """Begin the next epoch where the job has ended on a node, or does not start."""
         if experiment.spec.parallelism.nodes == 1 or not experiment.is_active:
             return
         epoch, cause = experiment.record.trainer_epoch, self._why_over(experiment)

@@ -2,10 +2,10 @@
 
 prepare    until every member had joined the epoch; over all epochs of the publication
 transfer   until every member had received the version; likewise
-commit     from the decision until the last member said that it serves the version, finished evaluations included
+commit     from the decision until the last member reported that it serves the version, finished evaluations included
 
 The event ``publication_served`` has the same of each member: ``negotiate`` until it had joined, ``transfer`` from there
-until it had received, ``commit`` until it said that it serves. They are in memory: what a member did before another
+until it had received, ``commit`` until it reported that it serves. They are in memory: what a member did before another
 gateway took over is not known.
 """
 
@@ -51,7 +51,7 @@ class _Committed:
     """A committed version that some members do not serve yet.
 
     Attributes:
-        is_served: whether a member has said that it serves it.
+        is_served: whether a member has reported that it serves it.
     """
 
     version: int
@@ -67,7 +67,7 @@ class Durations:
     """Measures the publications of all experiments. What is open is stored with what it measures, for the next gateway:
     time between two gateways counts, as the members wait meanwhile.
 
-    Nobody waits for the store here: what a version took that all serve is stored with what comes next, and found out
+    This does not wait for the store: what a version took that all serve is stored with what comes next, and found out
     again by the next report where it was not.
     """
 
@@ -132,7 +132,7 @@ class Durations:
         if before.epoch.number != after.epoch.number:
             measured.members.clear()
         for name in after.joined - before.joined:
-            # Who maps the image joins nothing.
+            # A member that maps the image joins no group.
             if (member := after.epoch.by_id.get(name)) is not None and member.rank is not None:
                 measured.members.setdefault(name, {})["negotiate"] = spent
         for name in after.received - before.received:
@@ -162,7 +162,7 @@ class Durations:
         self._store.stage_soon(stage)
 
     def _serves_alone(self, committed: _Committed, service_id: str) -> None:
-        """Record in memory, where the next gateway is told it again, that a member serves and others do not yet."""
+        """Record in memory, where the next gateway receives it again, that a member serves and others do not yet."""
         if service_id in committed.missing:
             committed.missing.discard(service_id)
             committed.is_served = True
@@ -178,7 +178,7 @@ class Durations:
         ]
 
     def stage_gone(self, change: Transaction, experiment_id: str, service_id: str) -> None:
-        """Record that a rollout is gone: it is no longer waited for.
+        """Record that a rollout is gone, and stop waiting for it.
 
         A version that no other member has served is not served by its end.
         """
@@ -242,7 +242,7 @@ class Durations:
     def stage_close(self, change: Transaction, experiment_id: str) -> None:
         """Store what is known, without the commits that have not ended: the experiment ends.
 
-        Nothing says that all members serve these versions, since some never will.
+        No record shows that all members serve these versions: some never will.
         """
         for committed in self._staged_committed(change, experiment_id):
             self._stage_points(change, experiment_id, committed, committed.seconds)

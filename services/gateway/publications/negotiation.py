@@ -77,9 +77,9 @@ def members_of(
     """Assign each service of a collective its ranks.
 
     Args:
-        transports: who shall receive, and how.
+        transports: the receiving members, and how each receives.
         engine_ranks: of each engine, where engines are members.
-        beside: who has none.
+        beside: members without a relay.
     """
     members = []
     next_rank = 1
@@ -112,15 +112,15 @@ def epoch_for(
 ) -> Epoch:
     """Reuse the open epoch if sender and membership are the same, else number a new one.
 
-    Who is relayed to may come and go: no other member is connected with it.
+    Members that receive by relay may come and go: no other member is connected to them.
 
     Args:
         previous: the epoch that is still open and healthy, if any.
         last_number: the highest number used so far.
         sender: the trainer service that will send.
-        transports: who shall receive, and how.
+        transports: the receiving members, and how each receives.
         engine_ranks: of each engine, where engines are members.
-        beside: who is not in the collective.
+        beside: members outside the collective.
     """
     members = members_of(transports, engine_ranks, beside)
     if previous is not None and previous.is_ready and previous.sender == sender:
@@ -136,7 +136,7 @@ def _unrelayed(members: Iterable[Member]) -> list[Member]:
 
 
 STALLS_BEFORE_BLAME = 1
-"""Transfers that reached nobody are tried once more with everybody: one dead member stalls the others too, and does
+"""Transfers that reached no member are tried once more with all: one dead member stalls the others too, and does
 not confirm the next epoch."""
 
 OPENINGS_BEFORE_PULL = 3
@@ -202,12 +202,12 @@ class Negotiation:
 
     Attributes:
         step: optimiser steps that the version contains.
-        joined, received: members of the present epoch that said so.
+        joined, received: members of the present epoch that have reported it.
         is_sent: the sender reported that it is done in the present epoch.
         stalls: transfers of this publication that ended without any member having received it.
         failed_openings: epochs that the sender could not open.
         reason: why it was aborted, or why the last epoch was closed.
-        relays: who passes the version on to whom, beside the collective.
+        relays: which member passes the version on to which, beside the collective.
     """
 
     version: int
@@ -315,7 +315,7 @@ def _send_failed(state: Negotiation, epoch: int, detail: str) -> Negotiation:
         return replace(_without(state, gone, f"the send failed: {detail}"), failed_openings=state.failed_openings + 1)
     if state.relays.is_used and not state.epoch.collective:
         return state  # There is nothing to send any more: the others are relayed to.
-    # Those that hold the version are not at fault. When nobody does, a second failure leaves them all to the pull path.
+    # Those that hold the version are not at fault. If none does, a second failure leaves them all to the pull path.
     is_blamed = _has_reached(state) or state.stalls >= STALLS_BEFORE_BLAME
     silent = set(state.epoch.collective - state.received) if is_blamed else set()
     return _without(state, silent, f"the send failed: {detail}")
@@ -340,7 +340,7 @@ def _late(state: Negotiation) -> Negotiation:
 
 
 def _has_reached(state: Negotiation) -> bool:
-    """Whether the broadcast has reached anybody."""
+    """Whether the broadcast has reached any member."""
     return bool(state.received & state.epoch.collective)
 
 
@@ -351,7 +351,7 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
         epoch = replace(state.epoch, members=remain)
         return _left(state, epoch, gone, reason)
     if state.relays.is_used and state.epoch.collective - gone <= state.received:
-        # The group has done its part, so it is not formed again: who was in it passes the version on as before.
+        # The group has done its part, so it is not formed again: its members pass the version on as before.
         epoch = _dissolved(state.epoch, gone)
         return _left(replace(state, phase=_first_phase(epoch)), epoch, gone, reason)
     # Whatever went wrong with a patch does not go wrong again.
@@ -361,7 +361,7 @@ def _without(state: Negotiation, gone: set[str], reason: str) -> Negotiation:
     stalls = state.stalls + (1 if is_stall else 0)
     remaining = frozenset(epoch.service_ids)
     if remaining and remaining <= state.received:
-        # Everybody who is left holds the version already.
+        # All remaining members hold the version already.
         joined, received = state.joined & remaining, state.received & remaining
         committed = replace(state, epoch=epoch, joined=joined, received=received, reason=reason)
         return replace(committed, phase=PublicationPhase.COMMITTED)

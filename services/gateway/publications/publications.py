@@ -349,7 +349,7 @@ class Publications:
     ) -> None:
         """Stage what a publication has come to; memory follows once it is stored.
 
-        How far each member is stands in no row: members say it again with every call. So a report costs the same
+        The progress of a member is not stored: members report it with every call. So a report costs the same
         however many members there are.
         """
         before = change.staged(entry, entry.negotiation)
@@ -389,7 +389,7 @@ class Publications:
         )
 
     def _follow_progress(self, entry: _Open, after: Negotiation) -> None:
-        """Tell those that were given a source; nobody else has anything else to do."""
+        """Notify the members that were given a source; the others have nothing new to do."""
         before, entry.negotiation = entry.negotiation, after
         if after.relays is not before.relays:
             given = after.relays.sources.keys() - before.relays.sources.keys()

@@ -1,11 +1,11 @@
-"""Who passes a version on to whom, where not every member is in the weight group: pure.
+"""Which member passes a version on to which, where not every member is in the weight group: pure.
 
 gloo connects every member of a group with every other, so a group has few members, one of each host. The others are
-relayed to. Whoever has received the whole image, and found its checksum right, passes it on to ``FAN_OUT`` others at a
-time, so each connects with a few, and those that have the image multiply. Those of one host map the image of the one
+relayed to. A member that has received the whole image, and verified its checksum, passes it on to ``FAN_OUT`` others at
+a time, so each connects with a few, and those that have the image multiply. Those of one host map the image of the one
 among them that fetches it.
 
-    waiting     nobody has a place for it yet
+    waiting     no member has a place for it yet
     under way   it is in the group, or was given a source, and has not received the version
     received    it passes the version on, unless it has mapped it
 
@@ -25,7 +25,7 @@ FAN_OUT = 2
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Who gets a version beside the collective although it could be in it.
+    """Members that get a version beside the collective although they could be in it.
 
     Attributes:
         relayed: services that are relayed to.
@@ -45,10 +45,10 @@ class Relays:
 
     Attributes:
         waiting: those without a source, in the order in which they get one.
-        free: who can pass the version on, once for each place that it has.
+        free: members that can pass the version on, once for each free place.
         under_way: see above.
         sources: from whom each gets it, those that have received it included.
-        mates: who maps the image of whom, as long as that one has not received it.
+        mates: members that map the image of another one, until that one has received it.
         mapping: those that have no image of their own to pass on.
         gone: those that left; the places of their receivers are not used again.
         waves: how often the version is passed on until everybody has it.
@@ -66,7 +66,7 @@ class Relays:
 
     @classmethod
     def of(cls, members: Sequence[Member], sender: str) -> Self:
-        """Begin with members of whom nobody has received anything."""
+        """Begin with members none of which has received anything."""
         relayed = [each for each in members if each.is_relayed_to]
         if not relayed:
             return cls()
@@ -98,7 +98,7 @@ class Relays:
 
     @property
     def is_used(self) -> bool:
-        """Whether anybody is relayed to."""
+        """Whether any member receives by relay."""
         return self.waves > 0
 
     def received(self, name: str) -> Self:
@@ -112,7 +112,7 @@ class Relays:
         mates = self.mates.get(name, ())
         return replace(
             self,
-            # It may say so without a source: another gateway gave it one.
+            # It may report it without a source here: another gateway gave it one.
             waiting=tuple(each for each in self.waiting if each != name) if name in self.waiting else self.waiting,
             free=self.free + freed,
             under_way=(self.under_way | set(mates)) - {name},

@@ -1,4 +1,4 @@
-"""Who can receive weights, and by which transport: pure, from the spec and what services reported."""
+"""Which services can receive weights, and by which transport: pure, from the spec and their reports."""
 
 import heapq
 from collections.abc import Callable, Collection, Iterable
@@ -59,11 +59,11 @@ def lacks_version(service: LiveService, version: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Receivers:
-    """Who can receive a version, and how.
+    """The members that can receive a version, and how.
 
     Attributes:
         transports: of each service.
-        beside: who is not in the collective.
+        beside: members outside the collective.
     """
 
     transports: dict[str, Transport]

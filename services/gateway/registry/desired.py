@@ -41,7 +41,7 @@ class ServiceFacts:
     Attributes:
         is_draining: takes nothing new, and is released when it has finished.
         notice_ends: names the end of its notice; another end is another desired state.
-        notice_seconds: what is left of it now.
+        notice_seconds: the remaining seconds.
         peers: addresses of rollouts that keep the image which this one lacks.
         node: a trainer's place in a job on several hosts.
         token: of a trainer's assignment.
@@ -71,7 +71,7 @@ class ExperimentFacts:
         policy_digest: of the weights in it; None for the initial ones.
         device_shift: where trainer and rollouts share devices: the number of the shift.
         is_lending: these are shared with lent rollouts alone.
-        may_hold: who may load its weights in it; None while others have not released theirs.
+        may_hold: the service that may load its weights; None until all others have released theirs.
         last_change: id of the newest live change; None without one.
         agent_token: of the agents that its rollouts start; None where they start none.
     """

@@ -62,7 +62,7 @@ class LiveService:
         devices: identities of the GPUs that it may use.
         heard_at: when it called last, by the registry's clock in seconds.
         pushes: how many of its reports are being handled.
-        told: tag of what it was last told in answer to a report, since its present poll began.
+        told: tag of the state last sent in answer to a report, since its present poll began.
         is_held: whether its poll waits for the answer to a report.
         is_cut_off: the connection of its waiting call broke, and it has not called since: its process may be dead.
         released_from: the experiment that it was assigned to last, whose devices it may still hold.
@@ -123,7 +123,7 @@ class LiveService:
         return self.kind is ServiceKind.ROLLOUT and self.capabilities.is_lent
 
     def works_for(self, experiment_id: str) -> bool:
-        """Whether it says that it works for this experiment, whatever it is assigned to."""
+        """Whether it reports that it works for this experiment, whatever it is assigned to."""
         is_at_rest = self.observed.state in {WorkState.IDLE, WorkState.FINISHED, WorkState.FAILED}
         return self.observed.experiment_id == experiment_id and not is_at_rest
 
@@ -225,7 +225,7 @@ class Registry:
     ) -> dict[str, DeviceReport | None]:
         """Return what the services of a kind have on the experiment's shared devices, by service id.
 
-        Those that were released and have not yet let go are among them; what others claim counts for nothing.
+        Those that were released and have not yet let go are among them; the claims of other services are ignored.
 
         Args:
             experiment_id: whose devices.
@@ -272,7 +272,7 @@ class Registry:
         Args:
             change: what it is part of.
             registration: how it presents itself.
-            former: what it was before it was given up for its silence.
+            former: its record before it was removed because it was silent.
 
         Raises:
             Conflict: a service of another kind has this incarnation.
@@ -477,7 +477,7 @@ def wake_services(registry: Registry, experiment_id: str) -> None:
 
 
 TOLD_SECONDS = (1, 2, 5, 10, 15, 20, 30, 45, 60, 120, 300)
-"""Silences that are told apart: each new one changes what is stored of an experiment."""
+"""Steps to which a silence is rounded: each new value changes a stored record."""
 
 
 def no_contact(record: ServiceRecord, seconds: float) -> str:
@@ -486,7 +486,7 @@ def no_contact(record: ServiceRecord, seconds: float) -> str:
 
 
 def told(seconds: float) -> int:
-    """Round a silence down to one that is told."""
+    """Round a silence down to one of these steps."""
     return max((each for each in TOLD_SECONDS if each <= seconds), default=0)
 
 

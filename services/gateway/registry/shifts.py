@@ -1,8 +1,8 @@
 """Whose shift it is on devices that trainer and rollouts share in turns, and when they change hands. Pure.
 
 A shift has a number that grows by one whenever the devices change hands: odd ones are the trainer's, even ones the
-rollouts'. Whoever has the shift may load its weights once all others have said, under this very number, that they have
-released theirs; what was said of an earlier shift counts for nothing. Who is gone holds nothing.
+rollouts'. The owner of the shift may load its weights once all others have reported, under this number, that they have
+released theirs; reports of an earlier shift are ignored. A service that is gone holds nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ def next_shift(shift: int, trainer: Reports, rollouts: Reports, need: Need) -> i
 
 
 def wants(shift: int, trainer: Iterable[DeviceReport | None]) -> bool | None:
-    """Whether the trainer needs the devices; None if it has not said so in this shift. Who is gone needs nothing."""
+    """Whether the trainer needs the devices; None without a report in this shift. A departed service needs nothing."""
     told = list(trainer)
     if any(each is None or each.shift != shift for each in told):
         return None

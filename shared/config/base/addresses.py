@@ -1,4 +1,4 @@
-"""What a host in a spec or a service's settings says about where it is."""
+"""What a host name or address in a spec or a service's settings implies about its location."""
 
 from ipaddress import ip_address
 

@@ -36,7 +36,7 @@ def check_exact(value: Any, annotation: Any, where: str = "") -> None:
         where: of an item of a list or mapping, as words before the message.
 
     Raises:
-        ValueError: it is of another kind than the field; the message says what is wanted.
+        ValueError: it is of another type than the field; the message names the expected one.
     """
     options = _options(annotation)
     if isinstance(value, bool):
@@ -137,7 +137,7 @@ class Config(TextConfig):
         super().__init_subclass__(**given)
         names = [name for name, each in inspect.get_annotations(cls).items() if _is_field(each) and is_guessed(each)]
         if names:
-            # Not on "*": the fields that tell the variants of a union apart may have no validator. A name of its own,
+            # Not on "*": the discriminator fields of a union may have no validator. A name of its own,
             # since a validator of the same name would take the place of the parent's.
             setattr(cls, f"_is_written_as_meant_in_{cls.__name__}", field_validator(*names, mode="before")(_check))
 

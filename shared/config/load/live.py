@@ -68,7 +68,7 @@ REASONS: Mapping[str, str] = {
     "model.*": "trainer and rollouts have loaded it",
     "job.*": "its groups, streams and services are of one kind of job",
     "data.*": "the order of rows, by which a group's number names its row, is made of it",
-    "evaluation.*": "values of an evaluation that is another one would stand in the same series",
+    "evaluation.*": "values of another evaluation would appear in the same series",
     "rollout.engine.*": "engines were started with it",
     "rollout.episodes.*": "environments and tools were started with it",
     "reward.*": "reward services were opened with it, and rewards in one step would not compare",
@@ -76,10 +76,10 @@ REASONS: Mapping[str, str] = {
     "checkpoint.*": "the trainer's checkpoints were opened with it",
     "asynchrony.*": "it defines what a version and a step are, or how weights travel",
     "optimisation.*": "the optimiser and its batches were made with it",
-    "rules": "what they have done is told by their names",
+    "rules": "what they have done is recorded by their names",
     "algorithm.*": "it decides which models are loaded, or what a loss is made of",
 }
-"""Why other keys cannot; the first pattern that matches says it."""
+"""Why other keys cannot; the first pattern that matches gives the reason."""
 OTHERWISE = "its services were opened with it"
 
 FILTERS = ("reward.filter_zero_spread", "reward.group_filter")
@@ -198,7 +198,7 @@ def _why_fixed(key: ChangedKey) -> str | None:
     if key.path in {"resources.trainer.devices", "resources.rollouts.devices"}:
         return f"{key.before} cannot be changed once an experiment was created: what it computes on is decided"
     if key.path == "resources.sharing" or key.path.startswith("resources.lending"):
-        return "cannot change while trainer and rollouts are at work, who were told whose devices these are"
+        return "cannot change while trainer and rollouts are at work, which were assigned these devices at their start"
     return None
 
 
@@ -208,7 +208,7 @@ def _why_not(key: ChangedKey, spec: ExperimentSpec, base: ExperimentSpec) -> str
     if (why := _why_fixed(key)) is not None:
         return why
     if path.startswith("rollout.") and spec.rollout.agents is not None:
-        return "cannot change while agents sample, who were told the present one"
+        return "cannot change while agents sample, which were given the present one"
     if path.startswith(("rollout.", *FILTERS)) and (spec.finished_job is not None or spec.data.holds_groups):
         return "has no effect on answers that are written already"
     if path == "rollout.sampling.temperature" and _changes_what_is_recorded(key, base):
@@ -279,15 +279,15 @@ def with_applied(spec: ExperimentSpec, changes: Sequence[LiveChange]) -> Experim
 def with_told(
     base: ExperimentSpec, changes: Sequence[LiveChange], told: Collection[str]
 ) -> tuple[tuple[LiveChange, ...], ExperimentSpec]:
-    """Make the spec that changes lead to, of which some were told by a service: those are held to what a person may do.
+    """Apply changes to a spec. Those that a service asked for are held to what a user may change.
 
     Args:
         base: the spec without changes.
         changes: all of them, oldest first.
-        told: ids of those that were told.
+        told: ids of those that a service asked for.
 
     Returns:
-        The changes, with values of those that were told as a spec has them, and the spec.
+        The changes, with the services' values in the spec's form, and the spec.
 
     Raises:
         InvalidSpec: one of them names a key that cannot change or does not take effect there, begins with another value

@@ -73,7 +73,7 @@ def _read(text: str, written: str) -> Any:
     except yaml.YAMLError:
         return text
     except RecursionError:
-        raise InvalidSpec(f"override {written}: brackets may not stand in each other without end") from None
+        raise InvalidSpec(f"override {written}: brackets are nested too deeply") from None
     if (what := too_large(value)) is not None:
         raise InvalidSpec(f"override {written}: {what}")
     return value

@@ -131,7 +131,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(model: type[BaseModel], name: str) -> str:
-    # A section that only changes an inherited default says nothing new about the key.
+    # A section that only changes an inherited default adds nothing about the key.
     field = model.model_fields[name]
     description = descriptions_of(model).get(name, field.description)
     if description is None and get_origin(field.annotation) is Literal:

@@ -13,7 +13,7 @@ def check_rules(spec: ExperimentSpec) -> None:
     """Check that each rule has a name of its own, and could act now.
 
     Raises:
-        InvalidSpec: one entry for the first rule that could not, which says why.
+        InvalidSpec: one entry for the first rule that could not, with the reason.
     """
     names = [rule.name for rule in spec.rules]
     for number, rule in enumerate(spec.rules):

@@ -1,4 +1,4 @@
-"""Read a spec from YAML, JSON or a mapping, and say exactly what is wrong with it.
+"""Read a spec from YAML, JSON or a mapping, and report exactly what is wrong with it.
 
 A problem is one entry per field: its dotted path, the value, and what is allowed; for an unknown key the nearest valid
 name.
@@ -55,7 +55,7 @@ _HERE = {
 }
 
 OTHER_NAMES = MappingProxyType({name: path for path, names in _HERE.items() for name in names.split()})
-"""From a name in TRL, verl, OpenRLHF or ROLL to the key that says the same here."""
+"""From a name in TRL, verl, OpenRLHF or ROLL to the equivalent key here."""
 
 
 MAX_SHOWN = 80
@@ -72,7 +72,7 @@ PLAIN = {
     "tuple_type": "must be a list",
     "list_type": "must be a list",
 }
-"""Types of problem that pydantic tells of in Python's words."""
+"""Types of problem that pydantic describes in Python's terms."""
 SECTION = "a section with keys of its own is wanted here"
 SECTION_WANTED = frozenset({"model_type", "model_attributes_type"})
 BRANCH = re.compile(r"[a-z-]+\[.*\]$", re.DOTALL)
@@ -96,7 +96,7 @@ def parse_document(text: str, *, source: str, loader: type[DocumentLoader] = Doc
     except yaml.YAMLError as error:
         raise InvalidSpec(f"{source} is not valid YAML{_place(error, text)}") from None
     except RecursionError:
-        raise InvalidSpec(f"{source} is not valid YAML: brackets or lists stand in each other without end") from None
+        raise InvalidSpec(f"{source} is not valid YAML: brackets or lists are nested too deeply") from None
     if document is None:
         raise InvalidSpec(f"{source} is empty: a mapping of sections is wanted")
     if not isinstance(document, dict):
@@ -110,7 +110,7 @@ def _place(error: yaml.YAMLError, text: str) -> str:
     """Return where a document cannot be read, and why."""
     if isinstance(error, yaml.reader.ReaderError):
         line, letter = text.count("\n", 0, error.position) + 1, text[error.position]
-        return f" at line {line}: the character U+{ord(letter):04X} may not stand in it"
+        return f" at line {line}: the character U+{ord(letter):04X} is not allowed"
     mark = getattr(error, "problem_mark", None)
     where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
     return f"{where}: {getattr(error, 'problem', None) or error}"
@@ -136,7 +136,7 @@ def with_steps(spec: ExperimentSpec, steps: int) -> ExperimentSpec:
     """Raise ``optimisation.steps``.
 
     Raises:
-        InvalidSpec: it is not more than there are: steps that were trained cannot be taken back.
+        InvalidSpec: it is not more than there are: steps that were trained cannot be undone.
     """
     if steps <= spec.optimisation.steps:
         allowed = f"more than the {spec.optimisation.steps} that there are"
@@ -195,11 +195,11 @@ def invalid_spec(error: ValidationError, root: type[BaseModel], *, below: str = 
     """Turn pydantic's report into ours: path, value, what is allowed.
 
     Args:
-        below: where the root stands in its document.
+        below: the root's path in its document.
     """
     found = error.errors(include_url=False, include_context=True)
     items = _without_branches([dict(item) for item in found[:MAX_READ]])
-    # A list whose items are wrong is also reported as too short: that says nothing more.
+    # A list whose items are wrong is also reported as too short, which adds nothing.
     items = [item for item in items if not (item["type"] == "too_short" and _has_deeper(item, items))]
     num_more = len(items) - len(items[:MAX_ERRORS]) + len(found[MAX_READ:])
     entries = [_entry(item, root) for item in items[:MAX_ERRORS]]
@@ -214,7 +214,7 @@ def invalid_spec(error: ValidationError, root: type[BaseModel], *, below: str = 
 def _without_branches(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Take out of each location the name that pydantic gives to a way of reading a value, such as ``literal['auto']``.
 
-    Of the ways that a value could be read, the one that says most remains: what is wrong inside a section, else what
+    Of the ways that a value could be read, keep the most specific problem: what is wrong inside a section, else what
     its own rules say, else what may appear there.
     """
     found: list[dict[str, Any]] = []
@@ -270,7 +270,7 @@ def _message(item: Mapping[str, Any], root: type[BaseModel]) -> str:
     tag = str(item["ctx"]["discriminator"]).strip("'")
     fields = [model.model_fields.get(tag) for model in _models_at(root, item["loc"])]
     kinds = [str(get_args(field.annotation)[0]) for field in fields if field is not None]
-    return f"{tag} is missing, which says what this is: {', '.join(kinds)}"
+    return f"{tag} is missing, which selects the kind: {', '.join(kinds)}"
 
 
 def _models_at(root: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:

@@ -1,4 +1,4 @@
-"""Rules across sections of a spec: what one says and another makes impossible, or without effect.
+"""Rules across sections of a spec: values that another section makes impossible, or without effect.
 
 Each names both fields and the way out.
 """
@@ -179,8 +179,8 @@ def _sharing(spec: Sections) -> None:
         )
     if isinstance(engine, SglangEngineConfig) and engine.url is not None:
         raise ValueError(
-            "resources.sharing time puts the engine to sleep, and the SGLang server at rollout.engine.url cannot say "
-            "whether somebody left it asleep: leave one of the two out"
+            "resources.sharing time puts the engine to sleep, and the SGLang server at rollout.engine.url cannot "
+            "report whether another client left it asleep: leave one of the two out"
         )
     if spec.rollout.agents is not None:
         raise ValueError(
@@ -451,5 +451,5 @@ def _agents(spec: Sections) -> None:
     if isinstance(spec.algorithm.advantage, RemaxConfig) and spec.finished_job is None:
         raise ValueError(
             "algorithm.advantage.kind remax compares with a greedy answer to each task, and rollout.agents lets agents "
-            "drive the episodes, so that nobody makes one: choose rloo or reinforce_plus_plus, which need none"
+            "drive the episodes, so none is available: choose rloo or reinforce_plus_plus, which need none"
         )

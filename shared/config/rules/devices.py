@@ -44,7 +44,7 @@ def trainer_need(spec: Sections) -> DeviceNeed:
     """Count the GPUs that each trainer service must have."""
     parallelism, asked = spec.parallelism, spec.resources.trainer.devices
     used = ranks_of_a_node(spec)
-    # Who moves weights off the devices means that there are some.
+    # To move weights off the devices implies that there are some.
     wanted = asked if asked != "auto" else used if parallelism.offload.chosen else 0
     return _need(parallelism.device, wanted, used)
 
@@ -62,7 +62,7 @@ def rollout_need(spec: Sections) -> DeviceNeed:
         if engine.url is not None:
             return DeviceNeed()
         if asked == "auto" and (spec.resources.sharing is Sharing.TIME or used > 1):
-            # Servers free memory on GPUs only, and who divides a model among devices means that there are some.
+            # Servers free memory on GPUs only, and to divide a model among devices implies that there are some.
             asked = used
     return _need(engine.device, 0 if asked == "auto" else asked, used)
 

@@ -5,7 +5,7 @@ from flotilla.shared.config.tree import Sections
 
 
 def _check_quantised(spec: Sections) -> None:
-    """Check that whoever takes part can have quantised weights.
+    """Check that all participants support quantised weights.
 
     Raises:
         ValueError: one cannot.

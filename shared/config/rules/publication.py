@@ -91,7 +91,7 @@ def decide_publication(spec: Sections, rollouts: Mapping[str, Collection[str]]) 
         return None
     why, kind = needs_whole_weights(spec), spec.rollout.engine.kind
     if why is None and isinstance(spec.rollout.engine, ServerEngineConfig):
-        why = f"rollout.engine.kind {kind} takes adapters alone where {KEY} says adapters"
+        why = f"rollout.engine.kind {kind} takes only adapters if {KEY} is adapters"
     unable = [name for name, engines in rollouts.items() if with_adapters(kind) not in engines]
     if why is None and unable:
         why = f"the engine of {unable[0]} takes whole weights"

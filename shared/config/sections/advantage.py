@@ -244,8 +244,8 @@ class GpgConfig(_Estimator):
     MIN_SCORED: ClassVar[int] = 2
     kind: Literal["gpg"] = "gpg"
     scale_over: Literal["differing_groups", "nonzero_rewards"] = "differing_groups"
-    """Which sequences count as teaching: those of groups whose rewards differ (the paper's B - M, eq. 7), or those with
-    a reward other than 0 (verl)."""
+    """Which sequences count as informative: those of groups whose rewards differ (the paper's B - M, eq. 7), or those
+    with a reward other than 0 (verl)."""
     divisor: float = Field(1.0, gt=0)
     """Divides every advantage (the paper's F_norm)."""
     group_of_one: GroupOfOne = "zero"
@@ -268,7 +268,7 @@ class TokenBaselineConfig(_Estimator):
     """Compare tokens at equal distance from the response's start, counting every token, or only those that the policy
     sampled (verl's tir variant, for several turns)."""
     drop_tail: bool = True
-    """Beyond the second-longest member nobody is left to compare with: the baseline there is 0."""
+    """Beyond the second-longest member there is no other to compare with: the baseline there is 0."""
     epsilon: float = Field(1e-8, gt=0)
     """Keeps the weighted mean finite."""
 

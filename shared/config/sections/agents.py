@@ -92,7 +92,7 @@ class AgentsConfig(Config):
     max_branches: int = Field(8, ge=1, le=1024)
     """Conversations of one episode that do not continue each other; each is a trajectory of its own."""
     branches: Literal["as_one", "each"] = "as_one"
-    """What an episode of several branches counts for. as_one: like an episode of one: its reward, the mean of theirs,
+    """How an episode of several branches is counted. as_one: like an episode of one: its reward, the mean of theirs,
     is compared with those of the other episodes of its group, all its branches get that advantage, and the weights of
     their losses add up to 1. each: every branch is compared and weighs like an episode of its own."""
     max_attempts: int = Field(4, ge=1, le=1000)

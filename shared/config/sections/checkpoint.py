@@ -43,8 +43,8 @@ class CheckpointConfig(Config):
     upload_to: str | None = None
     """URL of a folder, such as s3://bucket/checkpoints: the gateway copies each whole checkpoint to
     ``<experiment id>/step-N`` below it, beside training, and removes there what ``keep`` and ``best`` remove. The
-    operator's FLOTILLA_CHECKPOINT_URLS says which URLs a spec may name; it needs ``flotilla[data]`` and the protocol's
-    package. null: they stay in the experiment's directory alone."""
+    operator's FLOTILLA_CHECKPOINT_URLS lists the URLs that a spec may name; it needs ``flotilla[data]`` and the
+    protocol's package. null: they stay in the experiment's directory alone."""
     durability: Literal["checkpoint", "step"] = "checkpoint"
     """checkpoint: groups count as trained when a checkpoint contains them, and a crash replays the plans since then;
     step: they count as trained after each step, which needs less Redis memory and loses the steps since the last
@@ -53,15 +53,15 @@ class CheckpointConfig(Config):
     """What each checkpoint holds, model at least: model is the weights (a critic's too), optimizer AdamW's moments and
     float32 masters, extra the weights of earlier versions and the moving average where they are kept. Steps, data and
     schedule always continue. Without optimizer whatever continues from it, after a crash as well, begins with moments
-    of 0 and says so, and bfloat16 weights with the rounding of the file."""
+    of 0 and records so, and bfloat16 weights with the rounding of the file."""
     final_contents: tuple[Content, ...] | None = None
     """The same of the checkpoint after the last step, such as [model]; null: as contents."""
     load_contents: tuple[Content, ...] = EVERYTHING
     """What is taken over of resume_from, model at least: [model] begins with moments of 0 and without kept versions and
     average. What is named and was left out there is refused."""
     resume_from: str | None = None
-    """A checkpoint of ours that the experiment begins from: weights, optimiser, learning-rate schedule and the place in
-    the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path or a
+    """A Flotilla checkpoint that the experiment begins from: weights, optimiser, learning-rate schedule and the place
+    in the data; steps are counted on from it. ``EXPERIMENT`` or ``EXPERIMENT@STEP`` of the same gateway, or a path or a
     URL: a checkpoint's folder, or an experiment's (of a path also a run's), with ``@STEP`` if it is not the newest.
     null: from the weights of ``model.path``. See docs/continue.md."""
 

@@ -211,7 +211,7 @@ class DataConfig(_SubscribedConfig):
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows only, of all sources together."""
     shuffle: bool = True
-    """Draw each epoch in another order; false issues rows as they stand in the files."""
+    """Draw each epoch in another order; false issues rows in the order of the files."""
 
     @model_validator(mode="before")
     @classmethod
@@ -294,7 +294,7 @@ class DataConfig(_SubscribedConfig):
 
     @property
     def holds_groups(self) -> bool:
-        """Whether groups are there, or come, that somebody else had sampled and graded."""
+        """Whether the data holds, or supplies, groups that were sampled and graded elsewhere."""
         return self.dump is not None or self.subscribes_to is not None
 
     @property

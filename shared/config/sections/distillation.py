@@ -10,13 +10,13 @@ from flotilla.shared.config.sections.model import ModelConfig, OtherModelConfig,
 
 
 class TeacherServerConfig(Config):
-    """A teacher behind a URL: an inference server that says how likely it finds given token ids."""
+    """A teacher behind a URL: an inference server that returns log-probabilities of given token ids."""
 
     url: GraderUrl
     """Base URL of the server, such as ``http://teacher.example.com:30000``."""
     kind: Literal["sglang", "vllm", "openai"]
     """How it is asked. sglang: ``/generate`` with ``logprob_start_len``; vllm: ``/v1/completions`` with
-    ``prompt_logprobs``; openai: ``/v1/completions`` with ``echo``, which does not say which tokens it means."""
+    ``prompt_logprobs``; openai: ``/v1/completions`` with ``echo``, which does not return token ids."""
     model: str | None = Field(None, min_length=1)
     """Name of the model on the server, of kinds vllm and openai. Null: none is sent."""
     data_sources: tuple[str, ...] | None = Field(None, min_length=1)

@@ -52,7 +52,7 @@ SGLANG_OPTIONS: Mapping[str, str] = {
         "nothing: what does not fit the context is refused": ("allow_auto_truncate",),
         "nothing: several do not check the server's key": ("tokenizer_worker_num",),
         "nothing: the server speaks HTTP": ("grpc_mode", "smg_grpc_mode", "grpc_port", "fastapi_root_path"),
-        "nothing: requests that the server turns away are answered by nobody": ("max_queued_requests",),
+        "nothing: requests that the server rejects are never answered": ("max_queued_requests",),
         "nothing: one server samples whole completions": ("disaggregation_mode",),
         "nothing: the server's processes are its rollout's": ("use_ray",),
         "nothing: the server begins with the weights of model.path, at once": (

@@ -226,13 +226,14 @@ class CodeInterpreterConfig(Config):
     check_seconds: float = Field(CHECK_SECONDS, gt=0, le=300)
     """Time for those commands."""
     description: str | None = None
-    """What the policy is told of it; null: our own words."""
+    """How it is described to the policy; null: the default text."""
     run_seconds: float = Field(5.0, gt=0, le=300)
     """Time for the code of one call, which is interrupted then."""
     cpu_seconds: float = Field(300.0, gt=0, le=3600)
     """Processor time of all calls of an episode."""
     idle_seconds: float = Field(300.0, gt=0, le=86400)
-    """An interpreter that is not called for so long is ended; the next call begins another one, and is told so."""
+    """An interpreter that is not called for so long is ended; the next call starts another one, and its result says
+    so."""
     memory_megabytes: int | None = Field(None, ge=1)
     """Memory of one interpreter; null, and anything above it: the sandbox's own limit."""
 
@@ -254,7 +255,7 @@ ToolConfig = Annotated[
 
 
 class ToolEpisodesConfig(TurnLimits):
-    """Turns with tools: an answer that calls some is told what came of it, one without a call ends the episode."""
+    """Turns with tools: an answer that calls some receives their results; one without a call ends the episode."""
 
     kind: Literal["tools"]
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
@@ -262,7 +263,7 @@ class ToolEpisodesConfig(TurnLimits):
     format: ToolFormat = "hermes"
     """How the model writes calls: hermes and qwen as JSON between <tool_call> tags, llama as bare JSON."""
     max_parallel_calls: int = Field(8, ge=1)
-    """Calls of one answer that are made; the others are told so."""
+    """Calls of one answer that are made; the others receive an error."""
     max_result_characters: int = Field(4000, ge=100)
     """A longer result loses its middle."""
 

@@ -38,7 +38,7 @@ class EvaluationConfig(Config):
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows of `path` only; a set has its own."""
     greedy: bool = True
-    """Take the most likely token; false samples, as training does where the next three say nothing else."""
+    """Take the most likely token; false samples as training does, unless the next three differ."""
     temperature: float | None = Field(None, gt=0, le=2)
     """Softmax temperature of the evaluation; null takes that of ``rollout.sampling``."""
     top_k: int | None = Field(None, ge=0)
@@ -52,7 +52,7 @@ class EvaluationConfig(Config):
     max_new_tokens: int | None = Field(None, ge=1)
     """Upper bound on sampled tokens; null takes that of ``rollout.sampling``."""
     deadline_seconds: float = Field(600.0, gt=0)
-    """An evaluation that takes longer is given up, and said to be."""
+    """An evaluation that takes longer is abandoned and reported as such."""
 
     @model_validator(mode="after")
     def _rows_are_named_once(self) -> Self:

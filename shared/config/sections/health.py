@@ -8,7 +8,7 @@ from flotilla.shared.config.base.model import Config
 
 
 class CheckName(StrEnum):
-    """The training-health checks; docs/health.md tells what each sees."""
+    """The training-health checks; docs/health.md describes each."""
 
     GRADER_FAILING = "grader_failing"
     GRADES_MISSING = "grades_missing"
@@ -55,12 +55,12 @@ class HealthConfig(Config):
     failed_share: float = Field(0.9, gt=0, le=1)
     """Samples whose grading failed, where ``grader_failing`` and ``wrong_labels`` see one that cannot work."""
     ungraded_share: float = Field(0.05, gt=0, le=1)
-    """Samples whose grading failed, or that every grader abstained from, where ``grades_missing`` tells of them."""
+    """Samples whose grading failed, or that every grader abstained from, at which ``grades_missing`` warns."""
     drift: float = Field(0.1, gt=0)
-    """By how much one component of the reward has risen and another fallen where `components_drift` tells of them, from
+    """By how much one component of the reward has risen and another fallen at which `components_drift` warns, from
     the first to the second half of the last 64 steps."""
     alike_share: float = Field(0.5, gt=0, le=1)
-    """Groups most of whose answers nearly repeat another one, where `near_duplicates` tells of them."""
+    """Groups most of whose answers nearly repeat another one, at which `near_duplicates` warns."""
     truncated_share: float = Field(0.95, gt=0, le=1)
     """Completions that ended at the length limit, or are empty."""
     kl: float = Field(2.0, gt=0)
@@ -75,4 +75,4 @@ class HealthConfig(Config):
     """Factor by which gradient norm or loss exceeds what it was in the run so far."""
     memory_slope: float = Field(1.0, gt=0)
     """Megabytes for 100 steps that the memory of a process grows by, beyond its warm-up and beyond chance, where
-    `memory_creeps` tells of it."""
+    `memory_creeps` warns."""

@@ -154,7 +154,7 @@ class KtoConfig(_FinishedConfig):
     """Column with the answer to ``data.prompt_column``; null: that column holds whole conversations, as lists of
     {role, content}, whose last turn is learned."""
     label_column: str = Field("label", min_length=1)
-    """Column that says whether the answer is desirable: true or false, 1 or 0."""
+    """Column with whether the answer is desirable: true or false, 1 or 0."""
     beta: float = Field(0.1, gt=0)
     """How strongly the policy is held to the reference."""
     desirable_weight: float = Field(1.0, gt=0)

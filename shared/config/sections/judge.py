@@ -19,7 +19,7 @@ class ScoreNormalisation(Config):
     mean: float = 0.0
     """Subtracted from the score."""
     std: float = Field(1.0, gt=0)
-    """What is left is divided by it."""
+    """The difference is divided by it."""
 
     @model_validator(mode="after")
     def _does_something(self) -> Self:
@@ -107,7 +107,7 @@ class QuestionConfig(ComponentConfig):
 
 
 class JudgeConfig(QuestionConfig):
-    """What a language model says of the response, asked once or several times."""
+    """A language model's verdict on the response, asked once or several times."""
 
     kind: Literal["judge"] = "judge"
     url: GraderUrl
@@ -149,7 +149,7 @@ class JudgeConfig(QuestionConfig):
 
 
 class JudgeModelConfig(QuestionConfig, HostedModelConfig):
-    """What a causal language model says of the response, which the reward service runs itself."""
+    """The verdict of a causal language model that the reward service runs itself."""
 
     kind: Literal["judge_model"] = "judge_model"
     chat_template_options: dict[str, JsonValue] = Field(default_factory=dict)

@@ -61,8 +61,8 @@ def with_later_keys(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 FIXED: Mapping[str, str] = {
-    "model_type": "it says which model it is: choose another path",
-    "architectures": "they say which model it is: choose another path",
+    "model_type": "it determines the model: choose another path",
+    "architectures": "they determine the model: choose another path",
     "auto_map": "code from a model directory is never run",
     "quantization_config": "weights are packed by model.lora.quantisation",
     "dtype": "set model.dtype",

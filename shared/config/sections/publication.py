@@ -82,7 +82,7 @@ class PublicationConfig(Config):
     and no other key needs whole weights, else merged; what was decided then stays."""
     delta: DeltaConfig | None = None
     """Broadcast changed blocks only; null sends whole images. A rollout that holds another version than the last
-    committed one makes that publication a whole one; who maps or pulls the image is not affected."""
+    committed one makes that publication a whole one; members that map or pull the image are not affected."""
 
     @model_validator(mode="after")
     def _refuse_what_has_no_effect(self) -> "PublicationConfig":

@@ -39,7 +39,7 @@ class RolloutQuotaConfig(QuotaConfig):
     where their options do not say how; the embedded engine takes 1. auto: as many as the engine's device and options
     need, none on a CPU."""
     on_demand: int = Field(0, ge=0)
-    """A floor of rollouts whose machines are not taken away at short notice: whose FLOTILLA_POOL is neither spot nor
+    """A floor of rollouts whose machines are not preemptible: whose FLOTILLA_POOL is neither spot nor
     begins with spot-. Until it has this many the experiment gets these first, and no other ever takes them away; while
     fewer are there, its problem says so. It starts all the same, with min of any kind."""
 

@@ -1,7 +1,7 @@
 """How answers are graded: one or several components, whose weighted sum is the reward.
 
 Addresses of our own services and all secrets come from the reward service's settings, not from here. The URL of a
-remote grader is part of the experiment: it says what is optimised.
+remote grader is part of the experiment: it defines what is optimised.
 """
 
 from typing import Annotated, Literal, Self
@@ -23,7 +23,7 @@ from flotilla.shared.config.sections.shaping import GroupFilterConfig, SampleMas
 
 
 class MatchConfig(ComponentConfig):
-    """A component that tells right from wrong."""
+    """A component that compares the answer with the label."""
 
     correct: float = 1.0
     """Reward of a right answer."""
@@ -201,7 +201,7 @@ class EnvironmentRewardConfig(ComponentConfig):
 
 
 class AgentRewardConfig(ComponentConfig):
-    """What the agent says that its episode was worth, with the episode's end or later."""
+    """The reward that the agent reports, at the episode's end or later."""
 
     kind: Literal["agent"] = "agent"
     window_seconds: float = Field(0.0, ge=0, le=2_592_000)
@@ -218,7 +218,7 @@ class GraderReplica(Config):
 
 
 class RemoteConfig(ComponentConfig):
-    """A grader behind a URL, in any language, operated by anybody."""
+    """A grader behind a URL, in any language, operated by anyone."""
 
     kind: Literal["remote"] = "remote"
     url: GraderUrl | None = None
@@ -396,7 +396,7 @@ class RewardConfig(Config):
     def _one_filter(self) -> Self:
         if self.filter_zero_spread and self.group_filter is not None:
             raise ValueError(
-                "reward.filter_zero_spread and reward.group_filter both say which groups are trained on: keep one "
+                "reward.filter_zero_spread and reward.group_filter both choose the groups to train on: keep one "
                 "(filter_zero_spread is group_filter: {kind: spread_above})"
             )
         return self

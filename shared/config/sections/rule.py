@@ -71,7 +71,7 @@ class NextPoolConfig(Config):
 
 
 class PauseConfig(Config):
-    """Pause the experiment: the trainer starts no further step until somebody resumes."""
+    """Pause the experiment: the trainer starts no further step until it is resumed."""
 
     kind: Literal["pause"] = "pause"
 

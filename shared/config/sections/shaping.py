@@ -79,7 +79,7 @@ class NormalisationConfig(Config):
     std: Literal["group"] | None = None
     """What the unbiased standard deviation is taken over; null divides by nothing."""
     std_of: Literal["rewards", "centred"] = "rewards"
-    """Whether the deviation is that of the rewards, or of what is left after the mean was subtracted."""
+    """Whether the deviation is that of the rewards, or of the centred rewards."""
     epsilon: float = Field(1e-6, gt=0)
     """Added to the deviation."""
     degenerate: Literal["epsilon", "zero"] = "epsilon"

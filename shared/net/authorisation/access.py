@@ -1,6 +1,6 @@
-"""Who may do what: scopes, and passes, which are tokens that a gateway signs instead of storing.
+"""Authorisation: scopes, and passes, which are tokens that a gateway signs instead of storing.
 
-A pass says for whom it is and until when; only who knows the fleet's operator token can make one. So a gateway that
+A pass names its owner and its expiry; making one takes the fleet's operator token. So a gateway that
 restarts knows the passes of the one before, without a database.
 """
 
@@ -107,15 +107,15 @@ class PassKey:
             return None
 
     def peer_token(self, kind: ServiceKind) -> str:
-        """Return what other services show to those of a kind; who has it can do nothing else with it."""
+        """Return the token that other services show to those of a kind; it allows nothing else."""
         return self._derive(f"peers of {kind}").hex()
 
     def weights_token(self) -> str:
-        """Return what rollouts show to each other to pull weights; who has it can do nothing else with it."""
+        """Return the token that rollouts show to each other to pull weights; it allows nothing else."""
         return self._derive("readers of weights").hex()
 
     def logs_token(self, service_id: str) -> str:
-        """Return what the gateway shows to one service to read its logs; who has it can do nothing else with it."""
+        """Return the token that the gateway shows to one service to read its logs; it allows nothing else."""
         return self._derive(f"readers of logs of {service_id}").hex()
 
     def joining(self, kind: ServiceKind) -> str:

@@ -52,7 +52,7 @@ def signature(secret: str, timestamp: str, body: bytes) -> str:
 def new_callback_key(secret: str | None, name: str) -> str:
     """Make what a mailbox keeps of an expected callback: the token of its address, a colon, and its signing key.
 
-    The signing key is derived from the secret that is shared with the grader, so that who checks signatures needs no
+    The signing key is derived from the secret that is shared with the grader, so that a checker of signatures needs no
     more than the key of this one request; without a secret it is empty, and callbacks are not signed.
     """
     return f"{secrets.token_hex(16)}:{'' if secret is None else callback_key(secret, name)}"
@@ -71,7 +71,7 @@ class Credentials:
     """The tokens of one service process.
 
     Args:
-        token: what it was given at its start: it registers with it, and lets in who has it.
+        token: given at its start: it registers with it, and accepts it from callers.
     """
 
     def __init__(self, token: str) -> None:
@@ -107,5 +107,5 @@ class Credentials:
 
 def _is_in(digests: frozenset[str], authorization: str | None) -> bool:
     token = bearer_of(authorization)
-    # A set of digests: how long the look takes tells nothing of a token that hashes to one of them.
+    # A set of digests: the time of the lookup reveals nothing about a token that hashes to one of them.
     return token is not None and digest_of(token) in digests

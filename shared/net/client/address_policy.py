@@ -1,6 +1,6 @@
 """Which addresses a URL of a spec may lead to: a grader's, or one of rows.
 
-A URL of a spec is somebody's wish that this service connects somewhere. It must lead to the public Internet, or the
+A URL of a spec makes this service connect somewhere. It must lead to the public Internet, or the
 URL would reach into the fleet's own network; with ``allow_private`` it may also lead to the networks that the
 operator of the service has named. The name is resolved once and the
 connection goes to the address that was checked, so a name cannot mean something else a moment later.

@@ -1,4 +1,4 @@
-"""HTTP clients that show a token: alike for every peer, whatever the environment says of proxies and passwords."""
+"""HTTP clients that show a token, for any peer; the environment's proxies and passwords are ignored."""
 
 import os
 import ssl

@@ -43,7 +43,7 @@ def parse_json(content: bytes, *, keeps_integers: bool = False, max_values: int 
         max_values: most brackets, braces and commas outside of strings; of strings there may be twice as many.
 
     Raises:
-        ValueError: it is not JSON, or has too many values or levels; says so as the end of a sentence.
+        ValueError: it is not JSON, or has too many values or levels; the message ends a sentence.
     """
     if has_more_values(content, max_values):
         raise ValueError(f"has more than {max_values} values")

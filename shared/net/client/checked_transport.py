@@ -39,7 +39,7 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
 
     Args:
         networks: those.
-        library: httpx, or what a package has in its place.
+        library: httpx, or a package's replacement.
         max_answer_bytes: the longest answer that is no stream of events; None bounds none.
         options: of the library's own transport.
     """
@@ -72,7 +72,7 @@ class CheckedAddresses(httpx.AsyncBaseTransport):
             raise self._library.RemoteProtocolError("the answer is compressed, though it must not be", request=request)
         if 300 <= response.status_code < 400:
             response.headers.pop("location", None)
-        # Events are bounded by who reads them: each, not all.
+        # Readers bound events: each, not all.
         limit = self._max_answer_bytes
         if limit is not None and not response.headers.get("content-type", "").startswith(EVENTS):
             response.stream = self._bounded(response.stream, request, limit)

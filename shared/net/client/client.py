@@ -50,7 +50,7 @@ def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaErr
 
     Args:
         status: of the answer.
-        body: of the answer; another than a problem document is a proxy's, or of what is no server of ours.
+        body: of the answer; any other than a problem document comes from a proxy or a foreign server.
         request: what was answered so, such as ``GET http://127.0.0.1:8470/v1/fleet``, for the second case.
     """
     try:
@@ -60,7 +60,7 @@ def problem_to_error(status: int, body: bytes, request: str = "") -> FlotillaErr
     if not isinstance(problem, dict) or "code" not in problem:
         text = " ".join(body[:200].decode("utf-8", "replace").split())
         kind = Unavailable if status in {502, 503} else DeadlineExceeded if status == 504 else FlotillaError
-        who = f"{request} was answered by no server of Flotilla: " if request else ""
+        who = f"{request} was not answered by a Flotilla server: " if request else ""
         return kind(f"{who}HTTP {status}: {text}")
     known = {"type", "title", "status", "detail", "code", "errors", "instance"}
     detail = str(problem.get("detail") or problem.get("title") or f"HTTP {status}")
@@ -319,7 +319,7 @@ def _decoded(response: httpx.Response, request: str) -> Any:
         return response.json() if response.content else None
     except ValueError:
         kind = response.headers.get("Content-Type", "something")
-        raise Unavailable(f"{request} was answered by no server of Flotilla: {kind} in place of JSON") from None
+        raise Unavailable(f"{request} was not answered by a Flotilla server: {kind} in place of JSON") from None
 
 
 def _encode(body: Any) -> bytes | None:

@@ -1,10 +1,10 @@
-"""HTTP connections: bounded, read in turn, answered in one piece; they know when their caller is gone.
+"""HTTP connections: bounded, read in turn, answered in one piece; they notice when their caller has gone.
 
 Nothing of a request is the caller's to draw out: each head and each body has a deadline from its first byte on, an
 answer must be read, and one address cannot take all connections.
 
 One change that is answered to a thousand waiting callers makes all of them call again at once. Handled as they come,
-their calls fill one turn of the loop after another, and whoever else calls waits for the last of them. What comes on a
+their calls fill one turn of the loop after another, and other callers wait for the last of them. What comes on a
 connection that was answered by such a call is therefore kept until its turn comes, a few in each turn of the loop:
 another call is handled with the next few of them.
 """
@@ -142,7 +142,7 @@ class Connection(HttpToolsProtocol):
         return self._lost
 
     def watched(self) -> asyncio.Future[None]:
-        """Return ``lost`` to a request that waits before it answers, and notice a host that is gone meanwhile.
+        """Return ``lost`` to a request that waits before it answers, and notice a host that disappears meanwhile.
 
         The limit of what is unread would keep the kernel from it: where there is one, its probes end nothing before.
         """
@@ -158,7 +158,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
 
     def _limit_unread(self, seconds: float) -> None:
-        """Bound how long the kernel keeps the last of an answer that nobody takes; 0: not at all."""
+        """Bound how long the kernel keeps the last of an answer that is not read; 0: not at all."""
         accepted: socket.socket | None = self.transport.get_extra_info("socket")
         if accepted is not None and accepted.family in {socket.AF_INET, socket.AF_INET6}:
             with contextlib.suppress(OSError):  # closed meanwhile
@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
         super().eof_received()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; who has too many connections is closed, and who says nothing is, soon."""
+        """Begin; a caller with too many connections is closed, and a silent one soon."""
         super().connection_made(transport)
         self._limit_unread(self.limits.unread_seconds)
         self._address = self.client[0] if self.client else None
@@ -288,7 +288,7 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let those know who wait for it."""
+        """Wake its waiters."""
         self._is_lost = True
         self._disarm()
         if self._lost is not None and not self._lost.done():
@@ -329,7 +329,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse_stranger(self, error: FlotillaError) -> None:
-        """Refuse what no client of ours sends; many times only in a word."""
+        """Refuse what no Flotilla client sends; if repeated, with a short answer."""
         seconds = self.refused()
         if seconds:
             self._refuse(TooManyRefused(REFUSED_OFTEN), f"retry-after: {seconds}\r\n")
@@ -347,7 +347,7 @@ class Connection(HttpToolsProtocol):
             head += f"{headers}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
         if self.cycle is not None:
-            # Whatever it says from now on is for nobody.
+            # Whatever it sends from now on is discarded.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()

@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says besides what the routes say themselves: tokens, and every status of a refusal."""
+"""What ``/openapi.json`` adds to the routes' own descriptions: tokens, and every error status."""
 
 import builtins
 import re
@@ -87,7 +87,7 @@ _PASSED_ON = re.compile(r"\s*\((\d{3}(?:, \d{3})*)\)\.?$")
 
 
 class Declared(NamedTuple):
-    """What a route says that it raises.
+    """The errors that a route documents.
 
     Attributes:
         text: its description without that.
@@ -155,7 +155,7 @@ def describe(
     Args:
         app: with all its routes.
         package: of the service, whose errors its routes may name.
-        is_open: tells of a method and a path whether no token is needed.
+        is_open: whether a method and path need no token.
         scopes: lists the scopes that may use them, where there are any.
         make_schemas: makes those, by name, to which routes refer that describe their bodies themselves.
     """

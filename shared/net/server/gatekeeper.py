@@ -38,7 +38,7 @@ class Gatekeeper:
 
     Args:
         app: what stands behind.
-        credentials: who is let in.
+        credentials: the accepted tokens.
         max_bytes: largest body.
     """
 

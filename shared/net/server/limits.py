@@ -1,11 +1,11 @@
 """What a server lets callers have: of connections, of a head, of bodies, of refusals.
 
-``connections`` holds heads, times and refusals to these limits, ``request_body`` the bodies; a service says only how
+``connections`` holds heads, times and refusals to these limits, ``request_body`` the bodies; a service sets only how
 large the bodies of its routes may be.
 
-Who has no token and is refused over and over: after a burst it is told to come back later, in the fewest bytes.
+Callers without a token that are refused repeatedly: after a burst they get a short 429 with a time to retry.
 
-Counted are requests that nobody's token came with, or that could not be read, by address. A request with a token that
+Requests without a token, or that could not be parsed, are counted by address. A request with a token that
 is let in is never counted nor refused here, whatever else comes from its address.
 """
 

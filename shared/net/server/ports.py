@@ -1,4 +1,4 @@
-"""Addresses that servers can be told to others by, and ports of those that end and come back on the same one."""
+"""Addresses under which servers are announced, and ports of servers that restart on the same one."""
 
 import errno
 import os
@@ -57,7 +57,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def check_can_be_told(bound: socket.socket, said: str) -> None:
-    """Check that what a socket is bound to is one address: others are told it, and are to reach it there.
+    """Check that a socket is bound to one address: others are given it, and are to reach it there.
 
     Args:
         bound: before or while it listens.
@@ -113,7 +113,7 @@ def own_addresses() -> list[str]:
 def lasting_port(host: str) -> int:
     """Find a free port for a server that may end and be started again on it.
 
-    The system gives it to nobody who asks for just any port. A client that calls while the server is unavailable could
+    The system does not hand it out as an ephemeral port. A client that calls while the server is unavailable could
     otherwise be given the very port that it calls, reach itself, and keep the server from coming back.
 
     Raises:
@@ -133,7 +133,7 @@ def lasting_port(host: str) -> int:
 
 
 def _end() -> int:
-    """Where the ports begin that the system gives to anybody; of what is known of other systems, the lowest."""
+    """The first ephemeral port; on other systems the lowest that is known."""
     try:
         first = int(GIVEN_TO_ANYBODY.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):

@@ -45,7 +45,7 @@ class Bodies:
 
     @contextmanager
     def hold(self, caller: str | None = None) -> Iterator["HeldBody"]:
-        """Hold what is read of one request until the block ends; a caller who is not named may have all the room."""
+        """Reserve memory for one request until the block ends; an unnamed caller may use all the room."""
         body = HeldBody(self, caller)
         try:
             yield body
@@ -123,7 +123,7 @@ class HeldBody:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Give a body that was read already in one piece, then whatever the server says next."""
+    """Give a body that was read already in one piece, then the server's further messages."""
     is_given = False
 
     async def again() -> Message:

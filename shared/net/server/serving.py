@@ -51,7 +51,7 @@ MAX_TEXT = 400
 """Characters of the detail of a problem, and of every other text in it."""
 SHUTDOWN_SECONDS = 3
 OTHER_FILES = 256
-"""What is left of a process's open files for all that is no connection of a caller's."""
+"""Open files reserved for everything but callers' connections."""
 CYCLE_THRESHOLDS = (10_000, 20, 20)
 """How many objects more than before make the interpreter search the young ones for cycles, and how often older ones
 take part. With its own (700, 10, 10) a gateway of a thousand services searched all of them every second or two for a
@@ -60,7 +60,7 @@ tenth of a second; little that a request makes is part of a cycle."""
 Leave = Callable[[FastAPI], Coroutine[Any, Any, None]]
 """What an app does before it ends, when there is time for it."""
 NOTICE = signal.SIGUSR2
-"""Sent by a process to itself once it has heard that its machine will be taken away."""
+"""Sent by a process to itself on a preemption notice."""
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -98,7 +98,7 @@ def serve(
 
     Args:
         leave: done first upon a SIGTERM, while the app still serves; a second one, or SIGINT, does not wait for it.
-            Upon ``NOTICE``, too, which is no such first signal: who shuts a machine down sends SIGTERM afterwards.
+            Upon ``NOTICE``, too, which is no such first signal: a machine's shutdown sends SIGTERM afterwards.
         tls: with whose certificate; None, or without one: plain HTTP.
         new_loop: makes the event loop that all of it runs on.
 
@@ -133,7 +133,7 @@ _ENDING: contextvars.ContextVar[Callable[[], None] | None] = contextvars.Context
 
 
 def ends_alone() -> Callable[[], None] | None:
-    """Tell the lifespan of an app what ends it, and no other of its process; None where it is the only one."""
+    """Give the lifespan of an app what ends it alone, and no other app of its process; None if it is the only one."""
     return _ENDING.get()
 
 
@@ -242,7 +242,7 @@ class _Served:
         async with contextlib.AsyncExitStack() as lifespan:
             self._opened.update(await _open(self._app, lifespan))
             # What was imported and opened stays until the end. A search for cycles would go through all of it, some
-            # hundred thousand objects, while everybody who calls waits.
+            # hundred thousand objects, while all callers wait.
             gc.freeze()
             gc.set_threshold(*CYCLE_THRESHOLDS)
             await self._server.serve(sockets=[self._listening])
@@ -269,7 +269,7 @@ def _with_state(app: ASGIApp, opened: Mapping[str, Any]) -> ASGIApp:
 
 
 def _until_the_end(app: ASGIApp, is_ending: Callable[[], bool]) -> ASGIApp:
-    """Answer who still waits when the server ends, as services do that wait for news: they are to ask again later.
+    """Answer the requests that still wait when the server ends, such as long polls: they are to ask again later.
 
     uvicorn cancels such requests, and would answer them as a failure of the app, with a traceback in the log.
     """
@@ -305,7 +305,7 @@ class ProblemResponse(JSONResponse):
 def problem_response(error: FlotillaError, *, status: int | None = None) -> JSONResponse:
     """Make the problem document of an error (RFC 9457).
 
-    Whoever made the mistake chooses what is quoted, so texts are cut and only the first ``MAX_ERRORS`` entries are
+    The caller chooses what is quoted, so texts are cut and only the first ``MAX_ERRORS`` entries are
     listed: a refusal is never much larger than a request may be small.
 
     Args:

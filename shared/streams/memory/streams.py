@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Pending:
-    """Who holds a delivered entry, since when, and after how many deliveries."""
+    """The holder of a delivered entry, since when, and after how many deliveries."""
 
     consumer: str
     since: float
@@ -147,7 +147,7 @@ class MemoryStore:
     taken_through: int = 0
 
     followers: list[Callable[[int], None]] = field(default_factory=list)
-    """Told when a group has ended."""
+    """Called when a group has ended."""
 
     _changed: "asyncio.Future[None] | None" = None
 
@@ -166,14 +166,14 @@ class MemoryStore:
         return self.stream_bytes is not None and self.streams[hop].size_bytes() > self.stream_bytes
 
     def share(self, header: EntryHeader, payload: bytes, grades: bytes) -> None:
-        """Offer a group to those who subscribe."""
+        """Offer a group to the subscribers."""
         if self.subscribers:
             self.last_shared += 1
             self.shared[self.last_shared] = SharedGroup(self.last_shared, header, payload, grades)
             self.trim_shared()
 
     def trim_shared(self) -> None:
-        """Delete what everybody has taken and, of what is left, the oldest that there is no memory for."""
+        """Delete what all subscribers have taken and, of the rest, the oldest that exceed the memory."""
         lowest = min(self.subscribers.values(), default=self.last_shared)
         self.shared = {number: each for number, each in self.shared.items() if number > lowest}
         bound = self.stream_bytes

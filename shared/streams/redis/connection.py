@@ -208,7 +208,7 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "WRONGPASS": "the Redis server refuses the password",
     "NOPERM": "the Redis user lacks a permission",
 }
-"""What a server's refusal says about the server, by its code. None of them is about what was asked."""
+"""The server's condition, by the code of its refusal. None of them is about the command."""
 CODE: Final = re.compile(rf"(?:^|[\s:'\"-])({'|'.join(CONDITIONS)})\b")
 ANNOTATION: Final = "of pipeline caused error: "
 CODE_OF: Final[Mapping[type[Exception], str]] = {
@@ -230,7 +230,8 @@ MOVED_AWAY: Final = frozenset({"READONLY", "MASTERDOWN", "UNBLOCKED", "CLUSTERDO
 SILENT_GAUGE: Final = "redis_silent_seconds"
 """Gauge of a service's load: for how long Redis has not answered it."""
 SHORTEST_SILENCE_SECONDS: Final = 2.0
-"""An attempt that ends unanswered before this was given up by its caller: nothing blocks for so long in the server."""
+"""An attempt that ends unanswered before this was abandoned by its caller: no command blocks for so long in the
+server."""
 _asked_in_vain: "WeakKeyDictionary[Redis, tuple[float, float]]" = WeakKeyDictionary()
 
 Answer = TypeVar("Answer")
@@ -286,7 +287,7 @@ def note_attempt(redis: Redis, *, is_answered: bool, has_failed: bool, began_at:
     Args:
         redis: the client.
         is_answered: a refusal is an answer, too.
-        has_failed: its connection failed; else whichever process made it may have given it up.
+        has_failed: its connection failed; else whichever process made it may have abandoned it.
         began_at: in seconds of the monotonic clock.
     """
     now = time.monotonic()
@@ -306,7 +307,7 @@ def silence(redis: Redis) -> dict[str, float]:
 
 
 def condition_of(error: Exception) -> str | None:
-    """Find the code of the server's condition in its refusal; None if the error says nothing of the kind."""
+    """Find the code of the server's condition in its refusal; None for any other error."""
     for kind, code in CODE_OF.items():
         if isinstance(error, kind):
             return code

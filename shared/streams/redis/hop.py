@@ -51,7 +51,7 @@ argument the server hashes as a whole and copies twice more. For smaller ones th
 SCRIPT_ENTRIES = 128
 """Likewise in entries: about two milliseconds, in which the server does nothing else."""
 MARKER_SECONDS = 86400
-"""How long a forward may be repeated after its answer was lost: a partition may last, and whoever forwards waits. The
+"""How long a forward may be repeated after its answer was lost: a partition may last, and the forwarder waits. The
 markers of answers that arrived are forgotten long before."""
 ANSWERED_SECONDS = 60.0
 """How long a marker is kept after its answer has arrived."""
@@ -266,7 +266,9 @@ class RedisHop:
             return []
         taken, given_up = answer
         if given_up:
-            log.warning("entries given up after too many deliveries", extra={"hop": self.name.value, "count": given_up})
+            log.warning(
+                "entries abandoned after repeated deliveries", extra={"hop": self.name.value, "count": given_up}
+            )
         return await self._arrived(
             [
                 self._claim(entry_id, dict(zip(fields[::2], fields[1::2], strict=True)), deliveries)

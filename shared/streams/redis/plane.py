@@ -138,11 +138,11 @@ class RedisAdmission:
             async with self._runner.redis.pubsub() as channel:
                 await channel.subscribe(self._keys.ends)
                 async for message in channel.listen():
-                    # The first one is that it is heard from now on. Whoever may run scripts may say anything.
+                    # The first message confirms the subscription. Any client that runs scripts may publish anything.
                     told = bytes(message["data"]) if message["type"] == "message" else b""
                     ended(int(told) if told.isdigit() and len(told) <= MOST_DIGITS else 0)
         except (RedisError, OSError) as error:
-            raise Unavailable(f"the Redis server tells of no group that ends: {error}", component=COMPONENT) from error
+            raise Unavailable(f"the Redis server announces no ended groups: {error}", component=COMPONENT) from error
 
     async def outstanding_older_than(self, version: int) -> list[int]:
         """See ``Admission.outstanding_older_than``."""
@@ -284,7 +284,7 @@ class RedisDataPlane:
         """See ``DataPlane.ledger``."""
         keys = [self._keys.ledger, self._keys.outstanding, self._keys.consumed, *map(self._keys.stream, HopName)]
         answer = await self._runner.run("ledger", keys)
-        # Whoever waits for a change asks many times a second, and to make a ledger takes as long as to ask for it.
+        # A waiter polls many times a second, and making a ledger takes as long as fetching it.
         if self._read is None or self._read[0] != answer:
             self._read = answer, _ledger_of(answer)
         return self._read[1]

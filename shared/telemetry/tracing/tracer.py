@@ -1,6 +1,6 @@
 """The recorder of one process: spans wait in memory, and a thread writes or sends them in OpenTelemetry's JSON.
 
-Nobody waits for it. What comes faster than it goes is left out and counted, and so is what no collector took.
+It blocks no caller. Spans that come faster than they are sent are dropped and counted, as are undelivered ones.
 
 Every process computes the same ids. A group's trace has an id made of experiment, lane and group: nothing is carried
 along, and a group that is claimed again after a crash continues with its trace. So has the span of its issue, below
@@ -83,7 +83,7 @@ class Sink(Protocol):
         """Write or send one."""
 
     def close(self) -> None:
-        """Give up what it holds."""
+        """Drop what it holds."""
 
 
 class FileSink:

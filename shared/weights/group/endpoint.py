@@ -20,7 +20,7 @@ from flotilla.shared.weights.group.endpoint_protocol import Opening
 
 
 class Member:
-    """A member process: what it says becomes results. When it ends, all that are open fail with the cause."""
+    """A member process: its messages become results. When it ends, all open ones fail with the cause."""
 
     def __init__(self, opening: Opening) -> None:
         loop = asyncio.get_running_loop()
@@ -42,7 +42,7 @@ class Member:
         try:
             self._process.tell(json.dumps(command).encode() + b"\n")
         except OSError as error:
-            self._fail(WeightTransferFailed(f"the member of epoch {self._epoch} cannot be told anything: {error}"))
+            self._fail(WeightTransferFailed(f"the member of epoch {self._epoch} cannot be reached: {error}"))
         return await asyncio.shield(reply)
 
     async def close(self) -> None:

@@ -1,10 +1,10 @@
 """The service's side of its weight endpoint. It imports no torch, so a supervisor stays small.
 
 Every call has a deadline, and a member that is stuck, stopped or dead never keeps one from returning: what a member
-cannot be told, its killing settles.
+cannot be observed is settled by killing it.
 
 An epoch is opened, joined by all its members, used for any number of images, and closed. After a failure in it an epoch
-is of no use any more: close it and open the next. That one end succeeded says nothing about the others: a version
+is of no use any more: close it and open the next. Success at one end does not imply success at the others: a version
 becomes current only by the gateway's commit.
 """
 
@@ -28,7 +28,7 @@ from flotilla.shared.weights.group.endpoint_protocol import Command, Direction, 
 START_SECONDS = 60.0
 """Importing torch takes a second, and fifteen on a machine that is busy."""
 MAX_STARTS_SECONDS = 16 * START_SECONDS
-"""What the limit grows to: a start that was given up for its time has thrown its import away, so the next has more."""
+"""What the limit grows to: a start that timed out has lost its import, so the next one has more time."""
 KILL_SECONDS = 5.0
 """A killed process is gone in milliseconds."""
 ENDPOINT = "flotilla.shared.weights.group.endpoint"
@@ -128,7 +128,7 @@ class EndpointClient:
         return Rendezvous(host=self._host, port=port, epoch=epoch, world_size=world_size)
 
     async def open_receiver(self, rendezvous: Rendezvous, rank: int, timeout_seconds: float) -> None:
-        """Begin to join an epoch; :meth:`joined` tells when all members are there.
+        """Begin to join an epoch; :meth:`joined` returns when all members are there.
 
         Raises:
             Conflict: the epoch is open.
@@ -150,7 +150,7 @@ class EndpointClient:
         Raises:
             NotFound: the epoch is not open.
             WeightTransferFailed: a member failed, or this one's process died.
-            DeadlineExceeded: somebody is missing.
+            DeadlineExceeded: a member is missing.
         """
         await self._call(["joined", epoch], deadline_seconds, f"joining the weight group of epoch {epoch}")
 
@@ -161,8 +161,8 @@ class EndpointClient:
 
         Raises:
             NotFound: the epoch is not open.
-            WeightTransferFailed: a member failed or the image is not as told; the epoch is of no use any more.
-            DeadlineExceeded: somebody stalled; likewise.
+            WeightTransferFailed: a member failed or the image is not as announced; the epoch is of no use any more.
+            DeadlineExceeded: a member stalled; likewise.
         """
         await self._transfer(Direction.SEND, epoch, image_path, image_bytes, slice_bytes, deadline_seconds)
 
@@ -179,15 +179,15 @@ class EndpointClient:
 
         Args:
             epoch, image_path, image_bytes, slice_bytes, deadline_seconds: as they are sent.
-            on_arrived: called after each slice with the number of bytes, from the first on, that are there.
+            on_arrived: called after each slice with the number of bytes received so far.
 
         Returns:
             xxh3-64 of the bytes received, to hold against the manifest.
 
         Raises:
             NotFound: the epoch is not open.
-            WeightTransferFailed: a member failed or the file is not as told; the epoch is of no use any more.
-            DeadlineExceeded: somebody stalled; likewise.
+            WeightTransferFailed: a member failed or the file is not as announced; the epoch is of no use any more.
+            DeadlineExceeded: a member stalled; likewise.
         """
         checksum = await self._transfer(
             Direction.RECEIVE, epoch, image_path, image_bytes, slice_bytes, deadline_seconds, on_arrived
@@ -209,7 +209,7 @@ class EndpointClient:
         try:
             await self._call(["close", epoch], KILL_SECONDS, f"killing the member of epoch {epoch}")
         except (WeightTransferFailed, DeadlineExceeded):
-            # While the endpoint lives nobody else gets this number: members that have ended are its zombies.
+            # While the endpoint lives this pid is not reused: ended members are its zombies.
             if pid is not None and self._is_running:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -257,7 +257,7 @@ class EndpointClient:
             image_path=image_path,
             image_bytes=image_bytes,
             slice_bytes=slice_bytes,
-            # A little less, so that the member can still say what it was waiting for.
+            # A little less, so that the member can still report what it was waiting for.
             deadline_seconds=deadline_seconds - min(0.2, 0.1 * deadline_seconds),
             tells_progress=on_arrived is not None,
         )

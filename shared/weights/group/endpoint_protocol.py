@@ -1,4 +1,4 @@
-"""What a member of a weight group is told: which group to form, then one image's broadcast after the other."""
+"""Commands to a member of a weight group: which group to form, then one image's broadcast after the other."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -46,4 +46,4 @@ class Command(Wire):
     slice_bytes: int = Field(gt=0)
     deadline_seconds: float = Field(gt=0)
     tells_progress: bool = False
-    """Whether the member says after each slice how many bytes are there."""
+    """Whether the member reports after each slice how many bytes are there."""

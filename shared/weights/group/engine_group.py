@@ -1,8 +1,8 @@
 """A weight group whose members are the trainer and the ranks of engines: what both ends must do alike.
 
 An engine does not take an image: it loads tensors, as the broadcasts come. So the image is cut between tensors, and
-each engine is told by its rollout, over HTTP, which tensors the next broadcast holds. Engines form the group by torch's
-own helper for groups beside the default one, which names keys of the store in its own way.
+each engine learns from its rollout, over HTTP, which tensors the next broadcast holds. Engines form the group by
+torch's own helper for groups beside the default one, which names keys of the store in its own way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from flotilla.shared.schemas.publication import TensorSpec
 
 
 def group_name(epoch: int, port: int) -> str:
-    """Name the group of an epoch whose store is at a port; a server must not meet a name twice, whoever used it."""
+    """Name the group of an epoch whose store is at a port; a server must not see a name twice."""
     return f"flotilla-{epoch}-{port}"
 
 

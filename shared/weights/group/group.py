@@ -73,7 +73,7 @@ class WeightGroup:
         """Form the group; returns when every member is connected.
 
         Args:
-            opening: who this member is and where the store is or shall be.
+            opening: this member's rank, and where the store is or shall be.
             on_opened: called with the store's port as soon as rank 0 hosts it.
 
         Raises:
@@ -104,7 +104,7 @@ class WeightGroup:
 
         Args:
             command: what to do.
-            on_arrived: called while it is received, if the command says so, with the number of bytes that are there.
+            on_arrived: called during the receipt, if the command asks for it, with the number of bytes received.
 
         Raises:
             RuntimeError: a member failed or stalled; the group is of no use afterwards.
@@ -162,7 +162,7 @@ def buckets_of_image(image: mmap.mmap, data: torch.Tensor, bucket_bytes: int) ->
 
 
 def _host_store(opening: Opening, on_opened: Callable[[int], None]) -> TCPStore:
-    # The store would listen on every interface; a Flotilla socket restricts it to the address we were told.
+    # The store would listen on every interface; a Flotilla socket restricts it to the given address.
     with listening_socket(opening.bind_host) as listening:
         port = listening.getsockname()[1]
         store = _store(opening, port, master_listen_fd=listening.detach())

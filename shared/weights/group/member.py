@@ -1,6 +1,6 @@
 """The inside of a member process: form the group, then carry out the service's commands one after the other.
 
-It says ``["opened", port of the store]`` as rank 0, ``["joined"]``, for each command ``["arrived", bytes]`` where that
+It sends ``["opened", port of the store]`` as rank 0, ``["joined"]``, for each command ``["arrived", bytes]`` where that
 asks for it and ``["done", checksum]``, or once ``["failed", detail, whether it was too late]``.
 
 The main thread reads the endpoint's socket and ends the process when it closes, also while the other thread is stuck in

@@ -52,7 +52,7 @@ class SliceUnderWay:
         work: the collective.
         piece: the slice in host memory.
         buffer: the same on the device.
-        end: on the clock ``now``, when to give up.
+        end: deadline on the clock ``now``.
     """
 
     group: CollectiveGroup
@@ -78,7 +78,7 @@ class SliceUnderWay:
                 self.pause(POLL_SECONDS)
             self.work.wait()
         except (DeadlineExceeded, RuntimeError):
-            # A kernel that waits for a silent peer spins on the device until it is told to stop.
+            # A kernel that waits for a silent peer spins on the device until it is aborted.
             self.group.abort()
             raise
         if not self.is_sender:
@@ -118,7 +118,7 @@ class NcclBroadcast:
 
         Args:
             piece: [N] uint8 in host memory: what is sent, or where it is received.
-            end: when to give up, in monotonic seconds.
+            end: deadline in monotonic seconds.
         """
         sends, device = self._is_sender, self._device
         buffer = piece.to(device, copy=True) if sends else torch.empty_like(piece, device=device)

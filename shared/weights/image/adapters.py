@@ -1,7 +1,7 @@
 """Images that hold adapters alone: what their header says, and what their tensors are called.
 
 The tensors have the names of peft, so that the image is at the same time the file that peft, SGLang and vLLM read. The
-header names the base that they are added to: nobody adds them to another.
+header names the base that they are added to; they are added to no other.
 """
 
 import math
@@ -18,7 +18,7 @@ _SCALE, _TRANSPOSED = "scale", "transposed"
 
 @dataclass(frozen=True, slots=True)
 class AdaptersHeader:
-    """What an image of adapters says of them.
+    """The metadata of an image of adapters.
 
     Attributes:
         base: xxh3-64 of the files of the model that they are added to.

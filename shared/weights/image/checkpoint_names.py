@@ -53,7 +53,7 @@ def pieces_of(module: nn.Module, shapes: Mapping[str, Shape]) -> list[Piece]:
 
     Asks transformers to undo its conversions on tensors that hold their own positions, one layer at a time. Where a
     tensor of the checkpoint is no contiguous part of one parameter (a transposed one), the parameter keeps its own
-    name, and the log says so.
+    name, which is logged.
 
     Args:
         module: any module; one that transformers did not make has the names of its parameters.
@@ -88,7 +88,7 @@ def keep_names(module: Any) -> None:
     from transformers.core_model_loading import PrefixChange
 
     found = get_model_conversion_mapping(module, add_legacy=False)
-    # As transformers has it where a module was not loaded: nothing says whether there was a prefix.
+    # As transformers has it where a module was not loaded: it is unknown whether there was a prefix.
     module._weight_conversions = [each for each in found if not isinstance(each, PrefixChange)]
 
 

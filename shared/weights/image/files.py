@@ -1,4 +1,4 @@
-"""The files of weight images: what they are called, where they lie, who has them locked, and who may remove them."""
+"""The files of weight images: their names, places and locks, and which process may remove them."""
 
 import fcntl
 import os
@@ -92,7 +92,7 @@ def sweep(directory: Path | None = None) -> list[Path]:
     """Remove the images that dead processes left behind, and name them.
 
     An image stays while the process in its name lives, or while any process has it open. Call it when a service
-    starts: an image under this process's own number that nobody has open counts as left behind by a predecessor.
+    starts: an image under this process's own pid that is not open counts as left behind by a predecessor.
     """
     removed = []
     for place in default_directories() if directory is None else [directory]:
@@ -128,6 +128,6 @@ def _remove_free(path: Path) -> bool:
         with path.open("rb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
-    except OSError:  # somebody holds it, removed it first, or owns it under another user
+    except OSError:  # another process holds it, removed it first, or owns it under another user
         return False
     return True

@@ -357,12 +357,12 @@ class WeightImage:
         )
 
     def take_back(self) -> None:
-        """Give an own image another name, to write it again: nobody who knew the old one can use it any more.
+        """Give an own image another name, to write it again: processes that knew the old one cannot use it any more.
 
         Raises:
             Conflict: another process, or another mapping in this one, still reads the image, or its file is gone.
         """
-        # Who has opened it and locks it only afterwards finds that the old name does not lead to it.
+        # A process that has opened it and locks it only afterwards finds that the old name does not lead to it.
         with self.writing():
             try:
                 self.path = self.path.rename(self.path.with_name(new_name()))
@@ -376,7 +376,7 @@ class WeightImage:
         return self.path
 
     def give_back(self) -> Path:
-        """Leave the file of a complete image to whoever lent it: it stays mapped, unlocked until :meth:`own_again`."""
+        """Leave the file of a complete image to its lender: it stays mapped, unlocked until :meth:`own_again`."""
         self.is_owner = False
         self.unlock()
         return self.path
@@ -420,5 +420,5 @@ def layout_of(mapped: mmap.mmap) -> ImageLayout:
     """
     layout = ImageLayout.parse(memoryview(mapped))
     if layout.image_bytes != len(mapped):
-        raise WeightTransferFailed(f"the image has {len(mapped)} bytes, its header says {layout.image_bytes}")
+        raise WeightTransferFailed(f"the image has {len(mapped)} bytes, by its header {layout.image_bytes}")
     return layout

@@ -52,7 +52,7 @@ class ImageLayout:
     """Length, JSON and padding: the image's first bytes, as they are."""
     tensors: tuple[TensorSpec, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the header says beside the tensors."""
+    """The header's entries beside the tensors."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, tuple[Sequence[int], str]], metadata: Mapping[str, str] | None = None) -> Self:
@@ -62,7 +62,7 @@ class ImageLayout:
 
         Args:
             tensors: what the image holds.
-            metadata: what its header says beside them; the checksum covers it.
+            metadata: the header's other entries; the checksum covers them.
 
         Raises:
             ValueError: no tensors, a reserved name, a negative dimension or a dtype that images do not hold.
@@ -174,5 +174,5 @@ def _spec(name: str, entry: Mapping[str, object], header_bytes: int) -> TensorSp
         raise TypeError(f"malformed entry of {name}")
     start, end = offsets
     if end - start != math.prod(shape) * ELEMENT_BYTES[dtype]:
-        raise ValueError(f"{name} takes {end - start} bytes, its shape {shape} and dtype {dtype} say otherwise")
+        raise ValueError(f"{name} has {end - start} bytes, which does not fit its shape {shape} and dtype {dtype}")
     return TensorSpec(name=name, shape=tuple(shape), dtype=dtype, start=header_bytes + start, end=header_bytes + end)

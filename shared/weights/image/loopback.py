@@ -23,7 +23,7 @@ def on_half_of_the_cores(*, sends: bool) -> Iterator[None]:
     """Keep this thread to half of the cores that it may use, where there are several.
 
     Both ends of a connection wake each other so often that the kernel likes to have them on one core, where they take
-    twice the time: who sends has the first half, who receives the others.
+    twice the time: the sender has the first half, the receivers the other.
     """
     allowed = os.sched_getaffinity(0)
     cores = sorted(allowed)

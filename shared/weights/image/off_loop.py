@@ -37,7 +37,7 @@ async def close_images(*images: WeightImage) -> None:
 
 
 class _Making:
-    """Makes an image on a thread; one that its caller abandoned meanwhile is closed by whoever comes second."""
+    """Makes an image on a thread; one that its caller abandoned meanwhile is closed by whichever side comes second."""
 
     def __init__(self, make: Callable[[], WeightImage]) -> None:
         self._make = make

@@ -1,6 +1,6 @@
 """The checksum of an image whose bytes arrive in any order, computed from its beginning while others still come.
 
-Whoever writes bytes sums them as well, while its core has them in the cache, if all before them is summed. What is left
+A writer of bytes sums them as well, while its core has them in the cache, if all before them is summed. What is left
 out so is read again.
 """
 
@@ -69,7 +69,7 @@ class PrefixChecksum:
             self._reading = asyncio.create_task(self._read(image), name="checksum of arriving weights")
 
     async def settled(self) -> None:
-        """Wait until all that is there is read."""
+        """Wait until all received bytes are read."""
         if self._reading is not None:
             await asyncio.wait([self._reading])
 

@@ -21,7 +21,7 @@ from flotilla.shared.weights.image.layout import ImageLayout
 Quantisation = Literal["int8", "fp8"]
 
 QUANTISATION: Final = "quantisation"
-"""What an image's header says beside its tensors: how its matrices are quantised."""
+"""The header's entry for quantisation: how its matrices are quantised."""
 SCALES: Final = "_scale_inv"
 """Behind a weight's name: its scales, float32."""
 BLOCK: Final = 128

@@ -1,7 +1,7 @@
 """Finds an image that another process of this host has in shared memory: it is mapped there, and no byte is pulled.
 
-Those who have the image are asked where it is, and answer only who sees the same shared memory. What is found proves
-nothing yet: whoever maps it locks it against writers, and computes its checksum.
+The holders of the image are asked where it is, and answer only callers that see the same shared memory. What is found
+proves nothing yet: the mapper locks it against writers, and computes its checksum.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ SEES = "flotilla-shared-memory"
 IMAGE = "flotilla-image"
 """Header of the answer with the image's name there, and no body."""
 LOCATE_SECONDS = 2.0
-"""Who does not answer within it is on this host and busy, or on another: the image is pulled."""
+"""A holder that does not answer within it is busy, or on another host: the image is pulled."""
 
 _NAME = re.compile(rf"{PREFIX}\d+-[0-9a-f]+\{SUFFIX}")
 
@@ -90,7 +90,7 @@ class ImageLocator:
         self, client: httpx.AsyncClient, url: str, kind: ServiceKind, identity: str, checksum: str | None
     ) -> LocatedImage | None:
         token = self._credentials.for_peer(kind)
-        # Who does not know the question sends one byte.
+        # A service that does not know the question sends one byte.
         headers = {"Authorization": f"Bearer {token}", "Range": "bytes=0-0", SEES: identity}
         try:
             async with client.stream("GET", url, headers=headers) as answer:

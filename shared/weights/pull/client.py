@@ -4,7 +4,7 @@ Sources are the trainer, rollouts that have the image, and a directory where it 
 a plain connection where the source offers one and it can be reached, else as the answer's body. What arrives is written
 to a file that is published only once it is complete and verified.
 
-Who ends each wait: a source that cannot be reached by ``CONNECT_SECONDS``; one that sends nothing by
+What ends each wait: a source that cannot be reached by ``CONNECT_SECONDS``; one that sends nothing by
 ``SILENCE_SECONDS``, or by ``STALL_SECONDS`` as soon as another source has nothing else to do; all by the caller's
 deadline. A source that offers another image, or whose bytes turn out wrong, is not asked again.
 """
@@ -43,7 +43,7 @@ SPARE_SECONDS = 4.0
 """A source beside which there is only a spare one may send next to nothing for so long."""
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 0.02
-"""How often it is told how far the image is: as much as arrives meanwhile is read after the last byte."""
+"""How often progress of the image is reported: as much as arrives meanwhile is read after the last byte."""
 MAX_STRIKES = 2
 """A source that fails so often in a row, without a byte in between, is left for the others."""
 
@@ -101,7 +101,7 @@ class WeightPuller:
         if url is not None:
             sources.append(self._source(client, url, ServiceKind.TRAINER))
         if not sources:
-            raise NotFound(f"nobody serves version {version} now")
+            raise NotFound(f"no source serves version {version} now")
         pull = _Pull(sources, lambda: ArrivingImage(directory, checksum, reuse, on_arrived))
         return await self._run(pull, client, version, deadline_seconds)
 
@@ -174,7 +174,7 @@ class _Pull:
         self.last: Unavailable | None = None
 
     async def run(self, version: int) -> Path:
-        """Fetch it from all sources at once; if what came is wrong, from one after the other, to find who lies."""
+        """Fetch it from all sources at once; if what came is wrong, one source after the other, to find the corrupt one."""
         try:
             path = await self._from(self._sources, version)
         except WeightTransferFailed:
@@ -195,7 +195,7 @@ class _Pull:
         failure: FlotillaError | None = None
         for source in reversed(self._sources):  # the trainer first
             await self._drop()
-            # It may have been left for what another one had said of the image.
+            # It may have been excluded because of another source's description of the image.
             source.strikes, source.failure = 0, None
             try:
                 return await self._from([source], version, is_patient=False)
@@ -286,7 +286,7 @@ class _Pull:
         try:
             path = await to_the_end(finishing)
         except asyncio.CancelledError:
-            # The thread has ended: whoever takes the file away comes after it.
+            # The thread has ended: the file is removed after it.
             self._finished = finishing.result() if finishing.exception() is None else None
             raise
         self._finished, self._image = path, None

@@ -1,6 +1,6 @@
 """Ranges of images over plain connections: from file to socket to file, off the event loop.
 
-HTTP decides who gets what: a route that has let a caller in gives it a ticket, good for one range of one image, once
+HTTP authorises: a route that has accepted a caller gives it a ticket, good for one range of one image, once
 and soon. The caller shows it on a connection of its own, and gets the bytes. So neither a token nor an image's name is
 ever seen here, and the loop that keeps a service's lease does not touch a byte of what may be gigabytes.
 """
@@ -27,16 +27,16 @@ TICKET_BYTES = 32
 CLAIM_SECONDS = 10.0
 """How long a ticket is good for: its caller connects at once, or not at all."""
 SILENCE_SECONDS = 60.0
-"""Who takes nothing for so long is cut off, so that its lock on the image ends; a client can resume."""
+"""A client that reads nothing for so long is disconnected, so that its lock on the image ends; it can resume."""
 MAX_CONNECTIONS = 64
 """Of callers who have shown a ticket."""
 MAX_UNCLAIMED = 64
 MAX_UNCLAIMED_OF_ADDRESS = 32
 """Connections without one yet: of further ones, the oldest is closed. A client shows its ticket as it connects."""
 HANDSHAKE_SECONDS = 3.0
-"""How long a whole ticket may take: a stranger is gone then, however slowly it speaks."""
+"""How long a whole ticket may take: a caller without one is disconnected then, however slowly it writes."""
 WAKE_BYTES = 256 << 10
-"""Who receives is woken for so many bytes: for each packet of 64 KiB it costs twice the time of a core."""
+"""The receiver is woken for so many bytes: for each packet of 64 KiB it costs twice the time of a core."""
 CHUNK_BYTES = 1 << 20
 """Small enough to be in a core's cache when it is written to the file and summed."""
 PAUSE_SECONDS = 0.005
@@ -198,7 +198,7 @@ class DirectReceiver:
         connect_seconds: for the connection.
         silence_seconds: the longest that nothing may come.
         cores: one is held while bytes are moved.
-        checksum: of the image; is told of what has come.
+        checksum: of the image; updated with received bytes.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class HttpSource:
         """Read from the answer's head what comes."""
         found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
         if found is None or "etag" not in answer.headers:
-            raise WeightTransferFailed(f"{self.url} does not say which range of which image it sends")
+            raise WeightTransferFailed(f"{self.url} does not name the range and image that it sends")
         start, stop, size = int(found[1]), int(found[2]) + 1, int(found[3])
         return await arriving.expect(arrival, range(start, stop), size, answer.headers["etag"].strip('"'))
 
@@ -114,7 +114,7 @@ class HttpSource:
         """Write the answer's body where it belongs.
 
         Raises:
-            Unavailable: it broke off, or was given up because it stalled.
+            Unavailable: it broke off, or was aborted because it stalled.
             WeightTransferFailed: it is longer than the range.
         """
         span = arrival.span

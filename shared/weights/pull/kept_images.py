@@ -1,6 +1,6 @@
 """Images in a directory that trainer and rollouts see: written there by the trainer's service, read in ranges.
 
-``VERSION-CHECKSUM.safetensors`` has that name once it is whole. It proves nothing by its name: who reads it computes
+``VERSION-CHECKSUM.safetensors`` has that name once it is whole. The name proves nothing: a reader computes
 the checksum of what arrived.
 """
 
@@ -45,7 +45,7 @@ class DirectorySource:
 
     Attributes:
         path: of the image.
-        checksum: that its name says it has.
+        checksum: in its name.
     """
 
     path: Path
@@ -125,7 +125,7 @@ class FileReader:
             size = _size_of_image(descriptor, self._path)
             with self._lock:
                 if self.is_stopped:
-                    raise TimeoutError("nobody waits for it any more")
+                    raise TimeoutError("it is no longer waited for")
                 self._file = FileIO(descriptor)
         except BaseException:
             os.close(descriptor)
@@ -224,7 +224,7 @@ def _size_of_image(descriptor: int, path: Path) -> int:
         raise WeightTransferFailed(f"{path} is no weight image: its header would take {num_bytes} bytes")
     size = ImageLayout.parse(os.pread(descriptor, num_bytes, 0)).image_bytes
     if size != status.st_size:
-        raise WeightTransferFailed(f"{path} has {status.st_size} bytes, its header says {size}")
+        raise WeightTransferFailed(f"{path} has {status.st_size} bytes, by its header {size}")
     return size
 
 

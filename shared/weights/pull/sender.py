@@ -1,4 +1,4 @@
-"""Who moves ranges of images to their callers: a process of low priority (``sending``), or the thread that asks.
+"""Moves ranges of images to their callers: by a process of low priority (``sending``), or the calling thread.
 
 The service keeps its lease and its other answers on threads of ordinary priority, and none of them touches a byte.
 """
@@ -43,7 +43,7 @@ class RangeSender(Protocol):
             silence_seconds: for how long the caller may take nothing.
 
         Raises:
-            OSError: the caller is gone or took nothing, or whoever sent has ended.
+            OSError: the caller is gone or read nothing, or the sending process has ended.
         """
 
     def copy(self, target: FileIO, image: WeightImage) -> None:
@@ -62,14 +62,14 @@ class InlineSender:
         image.send(connection, span)
 
     def copy(self, target: FileIO, image: WeightImage, rest: range | None = None) -> None:
-        """See ``RangeSender.copy``; or write what is left of it, from where the file is."""
+        """See ``RangeSender.copy``; or write the rest of it, from the file's position."""
         with image.view as view:
             num = 0 if rest is None else rest.start
             while num < len(view):
                 num += target.write(view[num : num + SEND_BYTES])
 
     def close(self) -> None:
-        """Nothing is left: whoever asks ends the connections."""
+        """Nothing to do: the caller ends the connections."""
 
 
 class ProcessSender:
@@ -117,7 +117,7 @@ class ProcessSender:
             each.end()
 
     def _move(self, target: int, image: WeightImage, span: range, *, is_local: bool) -> range:
-        """Move a range; gives what is left of it where no process can be started."""
+        """Move a range; returns the rest of it where no process can be started."""
         while span and (running := self._started()) is not None:
             try:
                 num, is_crowded = running.order(target, image.fileno(), span, is_local=is_local).result()
@@ -180,7 +180,7 @@ class _Running:
             return asyncio.run_coroutine_threadsafe(self._process.call(content, seconds=RANGE_SECONDS), _loop())
 
     def end(self) -> None:
-        """Kill the process; whoever waits hears of it."""
+        """Kill the process; waiters see its end."""
         asyncio.run_coroutine_threadsafe(self._process.aclose(), _loop()).result()
         self._control.close()
 

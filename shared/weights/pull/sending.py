@@ -1,6 +1,6 @@
 """The process that sends ranges of images: it moves bytes for its service, at a low priority, and decides nothing.
 
-It is told how it gives way (``Priority``), and answers with the address of a socket. There each call sends two
+It receives its ``Priority``, and answers with the address of a socket. There each call sends two
 descriptors ahead: where its range goes, and the image, whose lock lasts as long as the descriptor. The answer tells how
 many bytes went, and whether it stopped there because no core is idle.
 
@@ -32,10 +32,10 @@ SEND_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20
 """Of a range; then it is seen how long a core was waited for."""
 ON_HALF_SECONDS = 0.02
-"""Who has waited so long for one of half of the cores takes any."""
+"""After waiting so long for one of half of the cores it takes any."""
 ALLOWED_SECONDS = 0.2
 ALLOWED_BYTES_PER_SECOND = 500e6
-"""Who waits longer for an idle core than at this rate finds none: the rest is sent at a low priority."""
+"""Below this rate no idle core is assumed to be free: the rest is sent at a low priority."""
 
 SCHEDULING = Path("/proc/thread-self/schedstat")
 """Of Linux: nanoseconds on a core, nanoseconds of waiting for one, how often."""
@@ -152,5 +152,5 @@ class Sender:
 
 if __name__ == "__main__":
     serve(Sender)
-    # At once: what is on its way has nobody who would count it.
+    # At once: what is in flight would not be counted.
     os._exit(0)

@@ -27,7 +27,7 @@ from flotilla.shared.weights.pull.sender import ProcessSender, RangeSender
 
 CHUNK_BYTES = 1 << 20
 SERVE_SECONDS = 600.0
-"""Who takes longer to read one answer is cut off, so that its lock on the image ends; a client can resume."""
+"""A client that takes longer to read one answer is disconnected, so that its lock on the image ends; it can resume."""
 
 WANTS_TICKET = "flotilla-direct"
 """Header of a caller that can take the range over a plain connection."""
@@ -71,8 +71,8 @@ class PublishedImages:
     def publish(self, version: int, image: Path | WeightImage, checksum: str | None = None) -> None:
         """Offer a complete image as this version; the oldest offer ends. A missing checksum is computed when needed.
 
-        One that is mapped is served from its mapping, which must be open as long as it is offered, even when somebody
-        deletes its file.
+        One that is mapped is served from its mapping, which must be open as long as it is offered, even when another
+        process deletes its file.
         """
         self._images[version] = image
         self._checksums.pop(version, None)
@@ -148,7 +148,7 @@ def weights_router(images: PublishedImages, credentials: Credentials) -> APIRout
 
     Args:
         images: what is offered.
-        credentials: who is let in.
+        credentials: the accepted tokens.
     """
     router = APIRouter(tags=["weights"])
 

@@ -23,9 +23,9 @@ It is closed, and its file is gone, unless the pull succeeds; then its path is r
 OnArrived = Callable[[Path, int], None]
 """Called with the number of bytes, from the file's start, that have arrived; they are not verified yet."""
 SILENCE_SECONDS = 10.0
-"""A source that sends nothing for so long is given up."""
+"""A source that sends nothing for so long is abandoned."""
 STALLED_BYTES = 1 << 20
-"""Who sends less between two looks is left, if another source has nothing to do."""
+"""A source that sends less between two checks is left, if another one is idle."""
 
 
 RANGE_BYTES = 64 << 20
@@ -87,11 +87,11 @@ class MissingRanges:
 
 
 class Source(Protocol):
-    """Who offers an image.
+    """A source of an image.
 
     Attributes:
         url: names it in messages.
-        is_origin: whether it made the image: what it says of it goes before what others say.
+        is_origin: whether it made the image: its description goes before those of others.
         strikes: how often in a row it failed without a byte in between.
         failure: why it is left.
     """
@@ -149,7 +149,7 @@ class ArrivingImage:
         directory: where its file goes; None chooses shared memory where there is room.
         checksum: that it must have; None believes the first source.
         reuse: where it may go instead: memory that was touched before takes a quarter of the processor time.
-        on_arrived: told how far it is.
+        on_arrived: called with its progress.
     """
 
     def __init__(
@@ -171,26 +171,27 @@ class ArrivingImage:
         self._resting: set[Source] = set()
         self._rests: Counter[Source] = Counter()
         self.cores = threading.Semaphore(max(1, len(os.sched_getaffinity(0)) // 2))
-        """Whoever moves or reads bytes holds one: a pull takes half of the cores at most, the others may train."""
+        """A thread that moves or reads bytes holds one: a pull takes half of the cores at most, the others may
+        train."""
         self.checksum = PrefixChecksum(self.cores)
         self.missing = MissingRanges()
         self.image: WeightImage | None = None
         self._is_lent = False
         self.num_received = 0
         self.is_disputed = False
-        """The origin says that the image has another size than whoever was the first to answer."""
+        """The origin reports another size of the image than the first source to answer."""
         self.is_replaced = False
         """The only source has another image by now: it has to be fetched from its beginning."""
 
     async def next_range(self, source: Source, look_seconds: float, stall_seconds: float) -> range | None:
         """Wait for a range that a source can fetch; None if the image is whole, or the source is left.
 
-        Whoever waits here takes over from other sources that stall.
+        A source that waits here takes over from others that stall.
         """
         self._asked.add(source)
         while not (self.missing.is_whole or self.is_disputed) and source.failure is None:
             if all(each in self._resting or each.failure is not None for each in self._asked - {source}):
-                self._resting.discard(source)  # Whoever took over from it is gone.
+                self._resting.discard(source)  # The source that took over from it is gone.
             if source not in self._resting and (span := self.missing.take(is_alone=len(self._asked) == 1)) is not None:
                 return span
             self._changed.clear()
@@ -268,7 +269,7 @@ class ArrivingImage:
 
         Raises:
             WeightTransferFailed: it is not of this image, or there is no room for it.
-            ValueError: the image was given up meanwhile.
+            ValueError: the image was abandoned meanwhile.
         """
         async with self._creating:
             if self.image is None:
@@ -278,7 +279,7 @@ class ArrivingImage:
                 detail = f"{arrival.source.url} offers an image of checksum {checksum}, not {self._checksum}"
                 raise Unavailable(detail) if self._believes else WeightTransferFailed(detail)
             if size < 1:
-                raise WeightTransferFailed(f"{arrival.source.url} says that the image has no byte")
+                raise WeightTransferFailed(f"{arrival.source.url} announces an image of 0 bytes")
             if self.image is None:
                 self.image = await self._made(size)
                 self.missing.learn(size)

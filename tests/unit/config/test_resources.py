@@ -76,5 +76,5 @@ def test_whose_the_devices_are_cannot_change_while_services_are_at_work(
 ) -> None:
     spec = validate_spec(a_document(resources=before, rollout={"engine": {"threads": 1}}))
 
-    with pytest.raises(InvalidSpec, match="who were told whose devices these are"):
+    with pytest.raises(InvalidSpec, match="which were assigned these devices at their start"):
         changed_live(spec, {"resources": section})

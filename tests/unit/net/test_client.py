@@ -95,7 +95,7 @@ async def test_who_answers_and_is_no_gateway_is_named(body: bytes) -> None:
         with pytest.raises(FlotillaError, match="Not Found") as caught:
             await client.call("GET", "/v1/fleet")
 
-    said = "GET http://gateway/v1/fleet was answered by no server of Flotilla: HTTP 404: "
+    said = "GET http://gateway/v1/fleet was not answered by a Flotilla server: HTTP 404: "
     assert caught.value.detail.startswith(said)
 
 
@@ -103,7 +103,9 @@ async def test_an_answer_that_is_no_json_is_waited_out_and_named() -> None:
     page = httpx.MockTransport(lambda request: httpx.Response(200, html="<html>soon again</html>"))
 
     async with a_client(page) as client:
-        with pytest.raises(Unavailable, match="no server of Flotilla: text/html; charset=utf-8 in place of JSON"):
+        with pytest.raises(
+            Unavailable, match="not answered by a Flotilla server: text/html; charset=utf-8 in place of JSON"
+        ):
             await client.call("GET", "/v1/fleet", deadline_seconds=0.05)
 
 

@@ -29,7 +29,7 @@ class FleetInfo:
     """Where a running fleet is found.
 
     Attributes:
-        pid, birth: the process that owns it, and what tells that process from a later one of its id.
+        pid, birth: the process that owns it, and its start time, which distinguishes it from a later one with its pid.
         gateway_url, redis_url: its servers.
         token: the operator's.
         data: its directory.
@@ -57,7 +57,7 @@ class FleetInfo:
             start = f"no fleet runs with the data directory {data}: start one with `{typed('up', data)}`"
             raise Unavailable(start + _of_earlier_run(data)) from None
         if not info.is_running:
-            raise Unavailable(f"the fleet of {data} (pid {info.pid}) is gone: start one with `{typed('up', data)}`")
+            raise Unavailable(f"the fleet of {data} (pid {info.pid}) has ended: start one with `{typed('up', data)}`")
         return info
 
     @property
@@ -159,7 +159,7 @@ def choose_experiment(views: Sequence[View], reference: str | None, *, is_unique
         raise NotFound(_not_found(views, reference))
     if len(found) > 1:
         candidates = ", ".join(f"{view.id} ({view.state})" for view in found)
-        raise Conflict(f"several experiments match, say which id: {candidates}")
+        raise Conflict(f"several experiments match, choose an id: {candidates}")
     return found[0]
 
 

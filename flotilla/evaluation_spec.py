@@ -11,7 +11,7 @@ from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import ADAPTER_CONFIG
 
 KEPT = ("name", "seed", "model", "rollout", "reward", "samples", "tracking", "resources")
-"""Sections that say how problems are answered and graded, and how that is kept."""
+"""Sections for how problems are answered, graded and recorded."""
 WHERE_ROWS_ARE = ("path", "sources", "dump", FROM, "max_rows")
 EVERY_EXPERIMENT = f"fleet/experiments/*/{CHECKPOINTS}"
 
@@ -111,5 +111,5 @@ def _model_at(path: Path, argument: str) -> Path:
         raise ModelError(f"{argument}: there is neither a model nor a checkpoint in {path}", path=str(path))
     if len(newest) > 1:
         several = ", ".join(str(stored.path) for stored in newest)
-        raise ModelError(f"{argument}: several experiments are in {path}, say which: {several}", path=str(path))
+        raise ModelError(f"{argument}: several experiments are in {path}, choose one: {several}", path=str(path))
     return (newest[0].path / MODEL).resolve()

@@ -91,7 +91,7 @@ def odd_samples() -> list[GradingSample]:
 
 @dataclass
 class GraderCheck:
-    """Looks at one endpoint.
+    """Checks one endpoint.
 
     Args:
         url: of the grader.
@@ -176,7 +176,7 @@ class GraderCheck:
             "order",
             Outcome.WARNING,
             f"samples in reverse got {reversed_rewards[::-1]}, not {rewards}",
-            "grades must be in the order of the samples; if the grader draws lots, this says nothing",
+            "grades must be in the order of the samples; if the grader is random, ignore this",
         )
 
     async def _odd(self) -> Finding:

@@ -1,7 +1,7 @@
 """A launch file: an experiment spec, and what must be made before it can start.
 
 ``prepare`` is a command that this command line runs, never the gateway: it makes the model and the data that the spec
-then names. ``{seed}`` anywhere in the file stands for the experiment's seed.
+then names. ``{seed}`` anywhere in the file is replaced by the experiment's seed.
 """
 
 import asyncio

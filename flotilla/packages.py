@@ -33,7 +33,7 @@ def check_packages(is_installed: Callable[[str], bool] = _is_installed) -> None:
 
 
 def check_quantisation(spec: ExperimentSpec, is_installed: Callable[[str], bool] = _is_installed) -> None:
-    """Check that a trainer on this machine can pack weights where the spec says so; nothing is imported.
+    """Check that a trainer on this machine can pack weights if the spec asks for it; nothing is imported.
 
     Raises:
         InvalidSpec: bitsandbytes is missing.

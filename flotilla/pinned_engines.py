@@ -89,7 +89,7 @@ async def install_engine(engine: PinnedEngine, path: Path, device: str, run: Run
         path: of the environment, absolute.
         device: ``cpu`` or ``cuda``.
         run: runs pip and venv.
-        say: is told what is being done.
+        say: called with what is being done.
 
     Raises:
         Conflict: there is something else at ``path``.
@@ -158,7 +158,7 @@ def engine_named(name: str) -> PinnedEngine:
 
 
 async def run_command(command: Sequence[str]) -> None:
-    """Run a command, and show pip's progress where somebody sees it; cancelled, end it first."""
+    """Run a command, and show pip's progress on a terminal; cancelled, end it first."""
     quiet = ["--quiet"] if "pip" in command and not sys.stdout.isatty() else []
     process = await asyncio.create_subprocess_exec(*command, *quiet, stdin=subprocess.DEVNULL)
     try:

@@ -50,7 +50,7 @@ class Head:
     Attributes:
         receipt: version of the format.
         experiment_id, step, version, lineage: of the checkpoint.
-        num_groups: ids that its state says were trained.
+        num_groups: ids that its state records as trained.
         files: SHA-256 of each of its files.
         spec_sha256: of the spec in its state, as sorted JSON; live changes are part of it.
         graders: of each component, by its path in the spec: SHA-256 of the section, and of a custom function's file.
@@ -252,7 +252,7 @@ def verify(receipt: Path, checkpoint: StoredCheckpoint, tell: Callable[[str], No
     Args:
         receipt: as ``write`` wrote it.
         checkpoint: that it is about.
-        tell: told of each thing that is not as it was, by name.
+        tell: called with each changed thing, by name.
 
     Raises:
         InvalidRequest: it is no receipt, or of another checkpoint.
@@ -359,9 +359,9 @@ def own_key(environment: Mapping[str, str]) -> Path:
 
 
 def make_key(path: Path) -> None:
-    """Make an Ed25519 key that nobody else can read; one that is there stays.
+    """Create an Ed25519 key readable only by its owner; an existing one stays.
 
-    It is there whole or not at all: what was cut off by a crash would be taken for the key from then on.
+    It is written atomically: a file cut off by a crash would be taken for the key from then on.
 
     Raises:
         InvalidRequest: what is there is a link, no file, or another user's, or others may read it.

@@ -51,7 +51,7 @@ LONGEST_EXAMPLE = 200
 TOLERANCE = 1e-6
 """Difference of two advantages that is none."""
 NOT_DECIDED = frozenset({SampleKind.EVALUATION, SampleKind.DROPPED})
-"""What no grade has a say in: held-out answers, and what the trainer dropped for its age."""
+"""Outcomes independent of grades: held-out answers, and what the trainer dropped for its age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Flips:
             completion=line.completions[member],
             label=line.label,
         )
-        # The number tells two of one size apart: examples have no order.
+        # The number distinguishes two of one size: examples have no order.
         entry = (size, -self.counts.total(), example)
         if len(self._examples) < EXAMPLES:
             heapq.heappush(self._examples, entry)
@@ -275,7 +275,7 @@ async def regrade_run(
 
     Args:
         planned: what.
-        tell: told of the files that are done, and of all.
+        tell: called with the number of finished files, and of all.
         secrets: environment variables that graders may read, by name: the section may be of someone else.
 
     Raises:

@@ -118,7 +118,7 @@ async def try_out(spec: ExperimentSpec) -> Trial:
     """Open everything, reset and step environments, let graders grade: the spec's code is run, its URLs are called."""
     found = await asyncio.to_thread(inspect, spec)
     if spec.data.dump is not None:
-        # Groups of a dump are answered and graded already: nobody is asked with them.
+        # Groups of a dump are answered and graded already: no model is asked with them.
         found = replace(found, datasets={name: each for name, each in found.datasets.items() if name != "data"})
     errors = list(found.errors)
     episodes = await try_environments(spec, found.datasets)

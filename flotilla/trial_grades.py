@@ -41,7 +41,7 @@ ATTEMPT_SECONDS = 20.0
 MADE_UP = "This is a made-up answer. #### 7"
 ANSWERS = ("a made-up answer", "the label as answer", "an empty answer")
 MOST_ERRORS = 3
-"""Of one component: the others mostly say the same."""
+"""Of one component: the others mostly repeat it."""
 NOT_INSTALLED = "flotilla[reward] installed"
 LATER = "answered 202"
 

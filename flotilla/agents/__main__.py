@@ -88,7 +88,7 @@ def _networks(text: str) -> tuple[IPNetwork, ...]:
 
 
 async def _run(arguments: argparse.Namespace, token: str) -> int:
-    # Whoever ends it lets it tidy up, as Ctrl-C does.
+    # A signal lets it clean up, as Ctrl-C does.
     playing = asyncio.current_task()
     assert playing is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)

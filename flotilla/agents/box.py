@@ -94,7 +94,7 @@ class Box:
                 return int(await self._process.stdout.readline())
         except (TimeoutError, OSError, ValueError) as error:
             said = (self._folder / SAID).read_text(encoding="utf-8", errors="replace").strip()[-300:]
-            raise Unavailable(f"the box of the episode is gone: {said or repr(error)}") from error
+            raise Unavailable(f"the episode's box has ended: {said or repr(error)}") from error
         finally:
             # It has the episode's key.
             (self._folder / "orders" / order).unlink(missing_ok=True)

@@ -52,7 +52,7 @@ class Verdict:
 
 
 class EpisodeLost(Exception):
-    """The fleet has ended the episode, or does not take what the agent asked: somebody else gets the task."""
+    """The fleet has ended the episode, or refuses the agent's request: another agent gets the task."""
 
 
 Play = Callable[[Episode], Awaitable[Verdict]]
@@ -103,10 +103,10 @@ async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -
         try:
             verdict = await _within(play(episode), float(found["seconds"]))
         except EpisodeLost as error:
-            log.warning("episode given up", extra={"episode": episode.id, "error": str(error)})
+            log.warning("episode abandoned", extra={"episode": episode.id, "error": str(error)})
             continue
         if not math.isfinite(verdict.reward):
-            log.warning("episode given up", extra={"episode": episode.id, "error": f"its reward is {verdict.reward}"})
+            log.warning("episode abandoned", extra={"episode": episode.id, "error": f"its reward is {verdict.reward}"})
             continue
         status, found = await _complete(gateways, episode, verdict)
         if status != 200:
@@ -163,7 +163,7 @@ class Gateways:
     async def post(self, path: str, token: str, body: Mapping[str, Any], key: str | None = None) -> Answer:
         """Post JSON; return status and answer, status 0 where no gateway gives one.
 
-        A gateway that gives no answer may have done what was asked: the next one is told by the call's idempotency key,
+        A gateway that gives no answer may have done what was asked: the next one knows by the call's idempotency key,
         which is a new one where none is given.
         """
         answer: Answer = (0, {})

@@ -1,7 +1,8 @@
 """Harbor's tasks, played by a harness: any command that talks to the episode's OpenAI or Anthropic endpoint.
 
 The harness and then the task's own tests run in a box (``box.py``), with the task's paths: ``/app``, ``/tests``,
-``/logs``. What ends without a reward of the tests is given up, and its task is issued again: it is never a reward of 0.
+``/logs``. An episode without a reward of the tests is abandoned, and its task is issued again: it is never a reward of
+0.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from flotilla.shared.errors import InvalidSpec, Unavailable
 TASK = "harbor_task"
 """Column of the rows that names their task."""
 REWARDS = ("reward.json", "reward.txt")
-"""What tests write below ``/logs/verifier``; the first one that is there counts."""
+"""Files that tests write below ``/logs/verifier``; the first existing one counts."""
 AGENT_OUTPUT, TEST_OUTPUT = "harness.txt", "test-stdout.txt"
 
 
@@ -37,7 +38,7 @@ def read_tasks(path: Path, *, skip_run: bool = False, readable: Collection[str] 
 
 
 def task_rows(tasks: Mapping[str, HarborTask]) -> Iterator[dict[str, Any]]:
-    """Make the experiment's rows: what the agent is told, and which task it is."""
+    """Make the experiment's rows: the agent's instruction, and the task."""
     for name, task in tasks.items():
         yield {"prompt": [{"role": "user", "content": task.instruction}], TASK: name}
 

@@ -29,7 +29,7 @@ CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 AS_DONE = frozenset({"from", "cmd", "entrypoint", "label", "expose", "maintainer", "stopsignal", "volume"})
-"""Instructions of a Dockerfile that say nothing about files, variables or the working directory."""
+"""Instructions of a Dockerfile that do not affect files, variables or the working directory."""
 
 
 class _Phase(TolerantWire):
@@ -95,7 +95,7 @@ class HarborTask:
     Attributes:
         name: of its folder.
         tests: folder with ``test.sh``, which the agent never sees.
-        instruction: what the agent is told.
+        instruction: for the agent.
         agent_seconds: time of the agent; None where the task sets none.
         verifier_seconds: time of the tests.
         verifier_variables: of the tests' environment.
@@ -130,7 +130,7 @@ def read_task(folder: Path, *, skip_run: bool = False, readable: Collection[str]
     Args:
         folder: of it.
         skip_run: take what ``RUN`` would install as there already.
-        readable: variables of this process's environment that a task may name: it is somebody else's text.
+        readable: variables of this process's environment that a task may name: its text is not trusted.
 
     Raises:
         InvalidSpec: it is none, or needs what a box has not.

@@ -31,7 +31,7 @@ MOST_BYTES = 64 << 20
 """Of an answer of a server that is searched for in networks: it repeats all that was said."""
 PARTS = ("input_text", "output_text", "text")
 LATER = frozenset({408, 425, 429})
-"""Statuses that say nothing of the row."""
+"""Statuses that are not the row's fault."""
 
 
 class _Params(TolerantWire):
@@ -196,7 +196,7 @@ class _Session:
             raise EpisodeLost(f"{self._url}/{path} answered what is no JSON: {answer.text[:200]}") from error
 
     async def call(self, item: _Item) -> str:
-        """Call a tool; what the policy did wrong is what it is told.
+        """Call a tool; the policy receives its own errors as the result.
 
         Raises:
             EpisodeLost: the server failed.
@@ -249,7 +249,7 @@ async def gym_client(
         except PermissionError as error:
             raise InvalidSpec(f"{url} cannot be played with: {error}") from error
         except OSError:
-            pass  # no name of any host now: each episode says so
+            pass  # the host name does not resolve now: each episode reports it
         mounts[f"{parts.scheme}://{parts.netloc.decode()}"] = CheckedAddresses(
             networks, max_answer_bytes=MOST_BYTES, limits=limits
         )

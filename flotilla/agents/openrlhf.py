@@ -24,15 +24,15 @@ MODULE = "openrlhf.utils.agent"
 
 
 class AgentInstanceBase:
-    """Stands for OpenRLHF's class of this name."""
+    """Replaces OpenRLHF's class of this name."""
 
 
 class AgentExecutorBase:
-    """Stands for OpenRLHF's class of this name."""
+    """Replaces OpenRLHF's class of this name."""
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Stands for OpenRLHF's class of this name: it knows which instances to make."""
+    """Replaces OpenRLHF's class of this name: it knows which instances to make."""
 
     def __init__(self, agent_instance_cls: type[Any], *_: Any, **__: Any) -> None:
         self.agent_instance_cls = agent_instance_cls

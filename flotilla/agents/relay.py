@@ -123,5 +123,5 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         if writer.can_write_eof():
             writer.write_eof()
         else:
-            # TLS has no half of an end: who asked has gone, and an answer would be sampled for nobody.
+            # TLS has no half-close: the caller has gone, and an answer would be sampled in vain.
             writer.close()

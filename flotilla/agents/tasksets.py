@@ -41,7 +41,7 @@ def load_taskset(name: str, options: Mapping[str, Any]) -> Any:
     Args:
         name: of it.
         options: of the environment, as verifiers' ``[env]``: ``taskset``, ``agent`` and others. Harnesses run on this
-            machine (``agent.runtime.type`` subprocess) unless it says otherwise.
+            machine (``agent.runtime.type`` subprocess) unless it sets another.
 
     Raises:
         InvalidSpec: verifiers is not installed, or refuses the options.
@@ -74,7 +74,7 @@ def rows_of_taskset(environment: Any, limit: int | None = None) -> Iterator[dict
     """
     taskset = environment.taskset
     if limit is None and not taskset.bounded:
-        raise InvalidSpec("the taskset has no end: say how many rows with --limit")
+        raise InvalidSpec("the taskset is infinite: give the number of rows with --limit")
     for task in islice(taskset, limit):
         yield {"prompt": _messages(task.data), TASK: task.data.model_dump_json()}
 

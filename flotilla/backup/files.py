@@ -15,7 +15,7 @@ PIECE_BYTES = 8 << 20
 
 
 class Interrupted(Exception):
-    """Whoever wanted a copy does not want it any more."""
+    """The copy is no longer wanted."""
 
 
 def copy_experiment(source: Path, target: Path) -> int:
@@ -40,7 +40,7 @@ def restore_experiment(backup: Path, name: str, target: Path, is_unwanted: Calla
     """Copy a directory of a backup into a new one; blocks.
 
     Args:
-        backup: the whole folder, which may be somebody else's.
+        backup: the whole folder, which is not trusted.
         name: of the directory in it.
         target: must not be there.
         is_unwanted: asked before each file.

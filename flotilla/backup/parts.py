@@ -1,4 +1,4 @@
-"""A backup as a whole: how it is made, what it says of itself, and how it comes back.
+"""A backup as a whole: how it is made, its manifest, and how it is restored.
 
 What would be lost if its parts were put together is said before anything is written.
 """
@@ -27,7 +27,7 @@ from flotilla.shared.locations.allowed import GRANTS
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What each part of a backup says of an experiment's training.
+    """An experiment's training progress in each part of a backup.
 
     Attributes:
         step: the newest step that the database knows.
@@ -69,7 +69,7 @@ Say = Callable[[str], None]
 
 
 class About(BaseModel, frozen=True):
-    """What a backup says of itself; written last.
+    """A backup's manifest; written last.
 
     Attributes:
         format: of the backup's files.
@@ -159,7 +159,7 @@ def _text(folder: Path, name: str) -> str:
 
 
 def read_about(folder: Path) -> About:
-    """Read what a backup says of itself.
+    """Read a backup's manifest.
 
     Raises:
         InvalidRequest: it is no complete backup, or one of a later release.
@@ -188,7 +188,7 @@ def lines_of(folder: Path) -> list[str]:
 
 
 def rights_of(folder: Path) -> list[str]:
-    """Return what a backup has that lets somebody do something: it is restored only for who trusts the backup.
+    """List what in a backup grants rights: it is restored only if the backup is trusted.
 
     Raises:
         InvalidRequest: it is damaged.
@@ -214,7 +214,7 @@ async def restore_backup(folder: Path, stores: Stores, say: Say, *, with_rights:
     What was written is removed if the whole of it cannot be.
 
     Args:
-        folder: the backup, which may be somebody else's.
+        folder: the backup, which is not trusted.
         stores: of the fleet to come.
         say: gets a line for each part, and one for what could not be removed.
         with_rights: also what ``rights_of`` lists.
@@ -279,7 +279,7 @@ class _Restored:
     is_unwanted: threading.Event = field(default_factory=threading.Event)
 
     async def remove(self, say: Say) -> None:
-        """Remove it; say what is left."""
+        """Remove it; report what remains."""
         for path in self.paths:
             if path.is_dir():
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)

@@ -28,7 +28,7 @@ OWN: Final = frozenset({tables.last_transaction.name, tables.services.name, tabl
 """What belongs to one fleet and is not taken to another: its services register with the gateway that they have, and
 it sends itself what waits for its web hooks."""
 RIGHTS: Final = frozenset({tables.tokens.name, tables.idempotency.name})
-"""What lets somebody in, or is answered in the gateway's name: rows of somebody else's backup would be believed."""
+"""Rows that grant access, or are answered in the gateway's name: those of a foreign backup would be trusted."""
 ExperimentId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 """As the gateway makes them; names of folders and of keys are made of it."""
 
@@ -85,7 +85,7 @@ class ExperimentRow(BaseModel, frozen=True):
 
 
 class TokenRow(BaseModel, frozen=True):
-    """What somebody who restores has to know of a token; see the table's columns."""
+    """What to show of a token before a restore; see the table's columns."""
 
     name: str
     scope: str

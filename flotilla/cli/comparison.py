@@ -34,7 +34,7 @@ USUAL = (
 ABSENT = "-"
 AUTO = "auto"
 DECIDED = frozenset({"parallelism.device", "rollout.engine.device", "model.dtype", "asynchrony.publication.lora"})
-"""What is decided by an experiment's first services where its spec says auto (``shared/config/rules``)."""
+"""Values that an experiment's first services decide if its spec has auto (``shared/config/rules``)."""
 
 
 class ComparedSeries(NamedTuple):

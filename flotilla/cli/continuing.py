@@ -102,8 +102,8 @@ def check_same(recorded: ExperimentSpec, wanted: ExperimentSpec, changes: Sequen
     for path in kept:
         is_, was = others.pop(path)
         held = "the next version" if since[path] is None else f"version {since[path]}"
-        lines.append(f"{path} was changed while it ran and stays {is_!r} from {held} on; the spec says {was!r}")
-    # Its directory says which run is meant, and may have a number behind the name; the experiment keeps its own.
+        lines.append(f"{path} was changed while it ran and stays {is_!r} from {held} on; the spec has {was!r}")
+    # Its directory identifies the run, and may have a number behind the name; the experiment keeps its own.
     others.pop("name", None)
     for path in [path for path in AUTO if others.get(path, ("", ""))[1] == "auto"]:
         # What it was decided to be when the run began stays.
@@ -155,7 +155,7 @@ async def go_on(
         say(f"{view.id} is extended from {known} to {steps} steps")
         return await client.extend(view, steps)
     if steps < known:
-        say(f"{view.id} keeps its {known} steps; the spec says {steps}")
+        say(f"{view.id} keeps its {known} steps; the spec has {steps}")
     if view.state is ExperimentState.DRAFT:
         return await client.start(view)
     if view.state in {ExperimentState.PAUSED, ExperimentState.STOPPED, ExperimentState.FAILED}:

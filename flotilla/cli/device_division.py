@@ -44,7 +44,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Who sees which devices.
+    """Which service sees which devices.
 
     Attributes:
         trainers, rollouts: of each service, what it sees; None where each sees all.
@@ -116,7 +116,7 @@ def divide(labels: Labels, wishes: Wishes, *, num_trainers: int, num_rollouts: i
     parts = {**_parts("trainer", first), **_parts("rollout", second)}
     told = "; ".join(f"{name} {_named(part)}" for name, part in parts.items())
     left = [label for label in labels if not any(label in part for part in parts.values())]
-    rest = f"; nobody uses {', '.join(left)}" if left else ""
+    rest = f"; {', '.join(left)} unused" if left else ""
     return Division(first, second, f"{told}{rest}{' (in turns)' if wishes.are_shared else ''}")
 
 
@@ -125,7 +125,7 @@ def _wish(need: DeviceNeed, used: int) -> Wish:
 
 
 def _dealt(labels: Labels, wishes: Sequence[Wish]) -> list[Labels] | None:
-    """Deal devices in order; None where there are not enough for everybody who wants some."""
+    """Assign devices in order; None if there are not enough for all that ask for some."""
     fixed = sum(wish.devices or 0 for wish in wishes)
     num_even = sum(wish.devices is None for wish in wishes)
     even, over = divmod(len(labels) - fixed, num_even) if num_even else (0, 0)

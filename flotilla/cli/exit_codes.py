@@ -6,7 +6,7 @@ from flotilla.shared.errors import Conflict, FlotillaError, Forbidden, NotFound,
 
 
 class ExitCode(IntEnum):
-    """Codes from 3 on say of whom to ask what: a script may repeat after 4, never after 2."""
+    """Codes from 3 on name the side at fault: a script may repeat after 4, never after 2."""
 
     DONE = 0
     FAILED = 1

@@ -1,6 +1,6 @@
 """A local fleet: the same services as anywhere, as processes of this one, with a data directory of their own.
 
-<data>/fleet.json      who runs it and where (mode 0600)
+<data>/fleet.json      its owner and addresses (mode 0600)
 <data>/token           the fleet's bearer token (mode 0600)
 <data>/gateway.sqlite  the control plane's state, unless FLOTILLA_DATABASE_URL names another database
 <data>/redis/          the data plane's log, if the fleet runs its own server
@@ -41,7 +41,7 @@ from flotilla.shared.weights.image.files import sweep
 
 START_SECONDS = 90.0
 TELL_SECONDS = 5.0
-"""After so long it is said again who is waited for."""
+"""After so long the awaited services are printed again."""
 GATEWAY = "gateway"
 TINKER = {
     "tinker-trainer": "flotilla.services.trainer.tinker",
@@ -51,7 +51,7 @@ TINKER = {
 SERVING_SEVERAL = frozenset({"trainer", "rollout", "reward"})
 """Kinds whose processes may serve several experiments at a time."""
 LEASE_SECONDS = "15"
-"""Of claims, unless the environment says otherwise."""
+"""Lease of claims, unless the environment sets another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class FleetOptions:
     Attributes:
         data: its directory.
         num_rollouts, num_trainers, num_rewards: services of each kind; a trainer serves one experiment at a time
-            unless ``num_experiments`` says more.
+            unless ``num_experiments`` is larger.
         num_sandboxes: sandbox services; 0 starts none.
         lends: whether one more rollout computes on the first trainer's devices, while these are lent.
         num_experiments: that each process of trainer, rollout and reward serves at a time, as a service for each.
@@ -127,7 +127,7 @@ def check_port(host: str, port: int) -> None:
     """Check that a port can be taken, before anything is started; 0 checks the host alone.
 
     Raises:
-        InvalidRequest: the host is no address of this machine, or stands for all of them.
+        InvalidRequest: the host is no address of this machine, or a wildcard for all of them.
         Unavailable: the port cannot be taken.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -179,7 +179,7 @@ class LocalFleet:
         """Check that every process lives or is being restarted.
 
         Raises:
-            WorkerDied: one was given up.
+            WorkerDied: one failed for good.
         """
         check_alive(self._processes)
         if self._redis_keeper is not None and self._redis_keeper.gave_up is not None:
@@ -197,7 +197,7 @@ class LocalFleet:
         await self._end()
 
     async def _end(self) -> None:
-        """End everything in order; who cancels that, such as by a second Ctrl-C, ends everything at once."""
+        """End everything in order; cancelling that, such as by a second Ctrl-C, ends everything at once."""
         stopping = asyncio.create_task(self._stop(), name="stop the fleet")
         try:
             await asyncio.shield(stopping)
@@ -220,7 +220,7 @@ class LocalFleet:
         try:
             data.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise InvalidRequest(f"{data} is no directory and cannot become one: a file is in its place") from None
+            raise InvalidRequest(f"{data} is a file, not a directory") from None
         self._take_lock(data)
         check_port(self.options.host, self.options.port)
         port = self.options.port or lasting_port(self.options.host)
@@ -278,7 +278,7 @@ class LocalFleet:
                 self._add(f"{kind}-{LENT}", f"flotilla.services.{kind}", own | lent | {POOL: LENT}, may_leave=True)
 
     async def _divide_devices(self) -> dict[str, list[dict[str, str]]]:
-        """Divide the GPUs of this machine, and say so; return variables for its services, by kind."""
+        """Divide the GPUs of this machine, and print it; return variables for its services, by kind."""
         machine = await asyncio.to_thread(machine_devices)
         labels = tuple(each.label for each in own_devices(machine, os.environ))
         counts = {"num_trainers": self.options.num_trainers, "num_rollouts": self.options.num_rollouts}
@@ -352,7 +352,7 @@ class LocalFleet:
             services = await client.services()
         except FlotillaError:
             return [GATEWAY]
-        # By process: who was registered by an earlier fleet on this directory does not count.
+        # By process: services of an earlier fleet on this directory do not count.
         registered = Counter(service.pid for service in services)
         unregistered = {GATEWAY, *TINKER}
         wanted = [each for each in self._processes if each.gave_up is None and each.spec.name not in unregistered]

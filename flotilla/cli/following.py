@@ -44,12 +44,12 @@ def has_ended(view: ExperimentView) -> bool:
 
 
 def is_paused(view: ExperimentView) -> bool:
-    """Whether it continues only if somebody resumes it."""
+    """Whether it continues only after a resume."""
     return view.state is ExperimentState.PAUSED
 
 
 def paused_line(view: ExperimentView) -> str:
-    """Return who ends a pause."""
+    """Return what ends a pause."""
     return (
         f"paused     {view.name}: `flotilla resume {view.id}` lets it go on, `flotilla stop {view.id}` ends it; this "
         "command waits for that"
@@ -67,10 +67,10 @@ async def follow(
     """Show an experiment until it ends; a gateway that is unavailable for a while is waited for.
 
     Args:
-        leaves: says of what was read last whether it is not followed any more.
+        leaves: whether to stop following, by the last reading.
 
     Raises:
-        WorkerDied: a process of the fleet was given up.
+        WorkerDied: a process of the fleet failed for good.
         Unavailable: the gateway stayed away.
     """
     console = new_console()

@@ -1,4 +1,4 @@
-"""The client that a command talks through: a wait for its gateway is told of."""
+"""The client that a command talks through: waits for its gateway are announced."""
 
 import argparse
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ COPY_SECONDS = 600.0
 
 
 class TellingGateway(GatewayClient):
-    """Says on standard error what it waits for: a gateway that cannot be reached, or an answer that takes long."""
+    """Prints on standard error what it waits for: a gateway that cannot be reached, or an answer that takes long."""
 
     async def call(
         self,
@@ -33,7 +33,7 @@ class TellingGateway(GatewayClient):
 
 
 class TellingClient(AsyncClient):
-    """A client whose waits are told of."""
+    """A client whose waits are announced."""
 
     gateway_class = TellingGateway
 

@@ -35,7 +35,7 @@ class LogLine:
 
     @property
     def severity(self) -> int:
-        """Place of its level in ``LEVELS``; what is no record counts as an error."""
+        """Place of its level in ``LEVELS``; a line without a level counts as an error."""
         level = str(self.record.get("level", "info")) if self.record else "error"
         return LEVELS.index(level) if level in LEVELS else LEVELS.index("info")
 
@@ -88,7 +88,7 @@ def last_lines(path: Path, count: int, is_wanted: Callable[[str], bool] = lambda
     Args:
         path: of the file, of which no more is read than that takes.
         count: how many, at most.
-        is_wanted: says it of one line.
+        is_wanted: whether to show a line.
 
     Returns:
         The lines, and the offset behind the last whole one of the file.

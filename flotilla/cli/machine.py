@@ -54,7 +54,7 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What torch says of itself; ``cuda`` is None of a build for the CPU."""
+    """torch's own description; ``cuda`` is None for a CPU build."""
 
     version: str
     cuda: str | None
@@ -71,7 +71,7 @@ def judge_python(version: tuple[int, ...], executable: str) -> Finding:
 
 
 def judge_torch(said: TorchFacts | str) -> Finding:
-    """Judge torch by what it says of itself, or by why it could not be asked."""
+    """Judge torch by its own description, or by the error of asking for it."""
     if isinstance(said, str):
         advice = "pip install 'flotilla[torch]', torch itself first: `make install`, or docs/dependencies.md"
         return Finding("torch", Verdict.MISSING, said, f"{advice}; only trainers and rollouts need it")

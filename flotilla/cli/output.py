@@ -24,7 +24,7 @@ LONGEST_WORD = 20
 """That a cell holds in one piece, however narrow the terminal; a path is broken."""
 SILENT_SECONDS = 2.0
 AGAIN_SECONDS = 10.0
-"""A wait is told of once it takes longer than the first, and again after each of the second."""
+"""A wait is announced after the first, and again after each of the second."""
 
 
 def new_console(*, to_stderr: bool = False) -> Console:
@@ -35,7 +35,7 @@ def new_console(*, to_stderr: bool = False) -> Console:
 
 @contextlib.asynccontextmanager
 async def telling(what: str) -> AsyncGenerator[None, None]:
-    """Say on standard error what is waited for, where the inside takes longer than a person waits without a word."""
+    """Print on standard error what is waited for, if the block takes long."""
     teller = asyncio.create_task(_tell(what), name=f"tell: {what}")
     try:
         yield

@@ -119,7 +119,7 @@ async def report(progress: Progress, client: AsyncClient, path: Path, wall_secon
     if unwritten:
         raise Unavailable(unwritten)
     if not (progress.view.total_steps or progress.held_out.points):
-        console.print("the evaluation has given no figure: flotilla show and the logs say what became of the answers")
+        console.print("the evaluation has given no figure: see flotilla show and the logs")
         return 1
     return 0 if progress.view.state is ExperimentState.COMPLETED else 1
 

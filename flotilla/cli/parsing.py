@@ -1,4 +1,4 @@
-"""What every command's arguments have in common; says what was probably meant where a word is not known."""
+"""Parsing common to all commands; suggests similar words for an unknown one."""
 
 import argparse
 import math

@@ -17,7 +17,7 @@ class Points(Sequence[Point]):
             self.put(step, version, value)
 
     def put(self, step: int, version: int, value: float) -> None:
-        """Add a point; a step that is trained again replaces what was said of it and of those after it."""
+        """Add a point; a step that is trained again replaces its points and all later ones."""
         while self._steps and self._steps[-1] >= step:
             for each in (self._steps, self._versions, self._values):
                 each.pop()

@@ -60,7 +60,7 @@ class ProcessSpec:
         command: program and arguments.
         environment: the whole environment.
         is_restarted: start it again when it dies, but not when it exits by itself with a refusal (code 2).
-        is_optional: the fleet continues without it when it was given up.
+        is_optional: the fleet continues without it if it fails for good.
         may_leave: when it exits in order (code 0), it was asked to leave: it is not started again, and not missed.
     """
 
@@ -165,7 +165,7 @@ class OwnedProcess:
                 failed = None
             except OSError as error:
                 cause = error.strerror or str(error)
-                if cause != failed:  # a full disk is named once, and looked at again
+                if cause != failed:  # a full disk is named once, and checked again
                     self._on_death(f"the log of {self.spec.name} cannot be rotated: {cause}")
                 failed = cause
 
@@ -198,7 +198,7 @@ def describe_exit(code: int) -> str:
 
 
 def check_alive(processes: Sequence[OwnedProcess]) -> None:
-    """Check that no process was given up.
+    """Check that no process failed for good.
 
     Raises:
         WorkerDied: one was; the detail has its last words.

@@ -23,9 +23,9 @@ from flotilla.shared.streams.ledger import Ledger
 
 NOT_READY = frozenset({WorkState.IDLE, WorkState.STARTING})
 SPEED_SECONDS = 60.0
-"""Over which the speed is told."""
+"""Window of the shown speed."""
 REWARD_STEPS = 5
-"""Over which the training reward is told: single steps jump."""
+"""Steps over which the shown training reward is averaged: single steps jump."""
 FOLLOWED = (
     "reward/mean",
     "loss/total",
@@ -40,11 +40,11 @@ FOLLOWED = (
     "held_out/loss",
     "held_out/preference/accuracy",
 )
-"""Series that who follows a run is shown, while it trains and in the end: a tenth of those of a step. The others of an
+"""Series shown to those who follow a run, while it trains and in the end: a tenth of those of a step. The others of an
 evaluation are in its event."""
 EVALUATED = "evaluation"
 SHORTEST_SECONDS = 5.0
-"""Before that much was seen, the rollouts' own figure of the moment is told."""
+"""Before that much was seen, the rollouts' own momentary figure is shown."""
 
 
 class HeldOut(NamedTuple):
@@ -215,7 +215,7 @@ class Progress:
                 self._num_evaluated = len(self.held_out.points)
 
     def _add(self, point: MetricPoint) -> None:
-        # A replayed step replaces what the crashed trainer had said of it.
+        # A replayed step replaces the crashed trainer's report of it.
         self.series.setdefault(point.name, Points()).put(point.step, point.version, point.value)
 
 

@@ -68,6 +68,6 @@ def histograms(ledger: Ledger) -> list[tuple[str, str, str]]:
 
 
 def first_words(cause: str) -> str:
-    """Leave out the last lines of a process that a signal ended: they say nothing of it, and hide what happened."""
+    """Omit the last log lines of a process that a signal ended: they do not show the cause."""
     what, mark, _ = cause.partition("last lines: ")
     return what.rstrip("; ").removesuffix("; its") if mark and re.search(r" signal | \(SIG", what) else cause

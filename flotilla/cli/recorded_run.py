@@ -21,7 +21,7 @@ from flotilla.shared.schemas.experiment import ExperimentView
 from flotilla.shared.streams.ledger import Ledger
 
 LAST_STEPS = 60
-"""Older ones are not looked at: lengths and what is filtered change while a policy learns."""
+"""Older ones are not read: lengths and what is filtered change while a policy learns."""
 STEP, WAIT, COMPUTE, PUBLISH = (f"time/{part}_seconds" for part in ("step", "wait", "compute", "publish"))
 ENDED = (STEP, WAIT, COMPUTE, PUBLISH)
 CHECKPOINT, PUBLICATION, SWITCH = "time/checkpoint_seconds", "time/publication_seconds", "publication/commit_seconds"

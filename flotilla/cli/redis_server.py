@@ -1,4 +1,4 @@
-"""A Redis server of our own, for fleets on one machine that were given none.
+"""A Redis server owned by the fleet, for fleets on one machine that were given none.
 
 It keeps an append-only log in its data directory and comes back from it, listens where only this user or this host
 can reach it, wants a password, and dies with the process that started it.
@@ -201,7 +201,7 @@ class LocalRedis:
             self._port = 0
             listening = f'port 0\nunixsocket "{self._socket}"\nunixsocketperm 700'
         else:
-            # Who was told of its port keeps asking there when it was started again.
+            # Clients keep using its port after a restart.
             self._port = self._port or lasting_port("127.0.0.1")
             listening = f"port {self._port}\nbind 127.0.0.1"
         _write_private(
@@ -274,7 +274,7 @@ def find_server() -> Path:
 
 
 def server_version(binary: Path) -> tuple[int, int] | None:
-    """Ask a server program for its version; None if it does not run or says none."""
+    """Ask a server program for its version; None if it does not run or reports none."""
     try:
         answer = subprocess.run([str(binary), "--version"], capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -35,7 +35,7 @@ async def read_last(client: Source, progress: Progress) -> list[SampleView]:
 
 
 def lines_of_answers(answers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Write those that the event of an evaluation tells in a line each, with what they are called."""
+    """Print the examples in an evaluation's event, a labelled line each."""
     names = _names([each["reward"] for each in answers])
     return [
         (name, line_of(_question(each), each.get("written", each["completion"]), each["reward"], each["label"]))

@@ -1,7 +1,7 @@
 """``runs/<name>``: what ``flotilla run`` keeps of one run, and to whom it belongs.
 
 A directory belongs to one process at a time, which holds its lock. One that holds a run already is never taken for
-another without a word: who runs says whether to continue with it, or to move it aside.
+another silently: the user chooses to continue with it, or to move it aside.
 """
 
 import fcntl
@@ -129,7 +129,7 @@ class RunDirectory:
         return True
 
     def _refuse_others_files(self) -> None:
-        """A directory that is no run's is somebody's: nothing in it is moved."""
+        """A directory that is no run's belongs to the user: nothing in it is moved."""
         others = sorted(entry.name for entry in self.path.iterdir() if entry.name not in LEFT)
         if self.holds_run or not others:
             return

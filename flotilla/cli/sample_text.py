@@ -78,7 +78,7 @@ def line_of(asked: object, written: object, reward: float | None, label: str | N
 
 
 def shortened(content: str, most: int = MOST_CHARACTERS) -> str:
-    """Leave out the middle of a long text, and say how much."""
+    """Omit the middle of a long text, and note how much."""
     if len(content) <= most:
         return content
     half = most // 2

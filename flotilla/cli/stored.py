@@ -82,7 +82,7 @@ class Source(Protocol):
 
 
 def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple[Source, str | None]:
-    """Find who knows an experiment: the fleet of a directory, or its files where none runs.
+    """Find where to read an experiment: the fleet of a directory, or its files if none runs.
 
     Args:
         gateway: URL of a gateway.
@@ -90,7 +90,7 @@ def open_source(gateway: str | None, data: Path, reference: str | None) -> tuple
         reference: an experiment, or a directory: of a run, of a fleet's data, or of an experiment.
 
     Returns:
-        Who answers, and the experiment's reference there.
+        The source, and the experiment's reference there.
 
     Raises:
         NotFound: the reference is a path, and no experiments are there.
@@ -174,7 +174,7 @@ class StoredExperiments:
         self._place.cleanup()
 
     def with_deadline(self, seconds: float) -> Self:
-        """Return itself: nobody is waited for."""
+        """Return itself: nothing is waited for."""
         return self
 
     async def experiment(self, reference: Reference | None = None) -> ExperimentView:

@@ -24,7 +24,7 @@ SHOWN = ("row", "messages", "prompt", "completion", "label", "reward", "reason")
 """Columns of a sample."""
 EVALUATION = "evaluation/"
 WITHOUT_TRAINING = frozenset({"lag_versions"})
-"""Series that say nothing where one version alone is evaluated."""
+"""Series without meaning if only one version is evaluated."""
 SUCCESS = "evaluation/grader/environment/success/mean"
 TURNS = "evaluation/grader/episode/turns/mean"
 """Series of the share of held-out episodes that their environment calls a success."""

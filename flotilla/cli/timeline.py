@@ -48,7 +48,7 @@ class Timeline(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTimes:
-    """When a group was where, in seconds since the epoch; None where nobody recorded it.
+    """When a group was where, in seconds since the epoch; None if not recorded.
 
     Attributes:
         kind: ``trained``, ``filtered``, ``dropped``, ``failed``, ``evaluation``.
@@ -83,7 +83,7 @@ class GroupTimes:
         return f"{'evaluated group' if self.kind == 'evaluation' else 'group'} {self.group_id}"
 
     def facts(self) -> dict[str, Fact]:
-        """What a tip says of it."""
+        """Its tooltip."""
         facts: dict[str, Fact] = {"kind": self.kind, "step": self.step, "version": self.version, "ended": self.ended}
         facts |= {"reward": self.reward, "samples": self.num_samples, "tokens": self.num_tokens}
         return {name: value for name, value in facts.items() if value is not None}
@@ -157,7 +157,7 @@ def _flow(phase: str, group: GroupTimes, pid: int, tid: int, at: float) -> Trace
 
 
 def _of_groups(groups: Sequence[GroupTimes], steps: Sequence[StepTimes]) -> Iterator[TraceEvent]:
-    """Make the slices of each group, and the flow through them; one whose times nobody recorded is only issued."""
+    """Make the slices of each group, and the flow through them; one without recorded times is only issued."""
     computed_at = {each.step: _begin(each) + each.seconds.get("wait", 0.0) for each in steps}
     sampled, graded = _Rows(ROLLOUT), _Rows(REWARD)
     ordered = sorted(groups, key=lambda each: (each.generated_at or 0.0) - each.generation_seconds)

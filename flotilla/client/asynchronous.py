@@ -188,14 +188,14 @@ class AsyncClient(FleetCalls):
             await asyncio.sleep(POLL_SECONDS)
 
     async def ledger(self, experiment: Reference) -> Ledgers:
-        """Read where every group is; each lane is taken in one instant."""
+        """Read where every group is; each lane is one atomic snapshot."""
         return Ledgers.read(await self._answer("GET", f"{await self._path(experiment)}/ledger"))
 
     async def metrics(self, experiment: Reference, names: Sequence[str] = ()) -> Metrics:
         """Read what was recorded so far, in the order of writing, of all series if none is named.
 
         Raises:
-            InvalidRequest: no run has a series of such a name; the message says which are near.
+            InvalidRequest: no run has a series of such a name; the message lists similar ones.
         """
         params = {"names": ",".join(names)} if names else {}
         return Metrics(await self._pages(MetricPoint, f"{await self._path(experiment)}/metrics", params))
@@ -223,7 +223,7 @@ class AsyncClient(FleetCalls):
         A step that is trained again, after a trainer's crash, is recorded again.
 
         Raises:
-            InvalidRequest: no run has a series of such a name; the message says which are near.
+            InvalidRequest: no run has a series of such a name; the message lists similar ones.
         """
         path = await self._path(experiment)
         after: str | None = None

@@ -12,7 +12,7 @@ from flotilla.shared.schemas.experiment import CheckpointFile, CheckpointView
 
 PART = ".part"
 ABSENCE_SECONDS = 120.0
-"""How long a gateway may be absent before a download is given up."""
+"""How long a gateway may be absent before a download fails."""
 RETRY_SECONDS = 1.0
 
 OpenFile = Callable[[str, int], AsyncGenerator[bytes, None]]

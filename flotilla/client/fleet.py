@@ -1,4 +1,4 @@
-"""Calls about a fleet itself: its services, what experiments have of them, and who may use it; without waiting too."""
+"""Calls about a fleet itself: its services, their assignment to experiments, and tokens; also asynchronous."""
 
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -91,14 +91,14 @@ class FleetCalls(Calls):
         return FleetExamination.model_validate(answer)
 
     async def prune(self, retention: Retention | None = None, *, dry_run: bool = True) -> Pruning:
-        """Delete what finished experiments left and is kept no longer, or only say what that is.
+        """Delete expired data of finished experiments, or only list it.
 
         Args:
             retention: how long what is kept; None: as the gateway's settings say.
             dry_run: delete nothing.
 
         Raises:
-            InvalidRequest: nothing says how long anything is kept.
+            InvalidRequest: no retention time is set.
             Conflict: that is being done already.
         """
         body = PruneRequest(**(retention or Retention()).model_dump(), dry_run=dry_run)

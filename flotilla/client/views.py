@@ -16,7 +16,7 @@ def plot_series(series: Mapping[str, Sequence[MetricPoint]], *, ylabel: str = ""
     """Draw series over steps.
 
     Args:
-        series: points by label; a label without points is in the legend, and says so.
+        series: points by label; a label without points is marked so in the legend.
         ylabel: what the values are.
 
     Returns:

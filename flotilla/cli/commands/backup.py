@@ -33,7 +33,7 @@ async def backup(arguments: argparse.Namespace) -> int:
 
 
 async def restore(arguments: argparse.Namespace) -> int:
-    """Put a backup into stores that are empty, or only say what would be lost.
+    """Restore a backup into empty stores, or only report what would be lost.
 
     Raises:
         Conflict: a store is not empty.

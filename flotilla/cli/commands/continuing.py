@@ -33,7 +33,7 @@ async def extend(arguments: argparse.Namespace) -> int:
 
 
 async def change(arguments: argparse.Namespace) -> int:
-    """Change settings of an experiment while it runs, and say from when on each holds."""
+    """Change settings of an experiment while it runs, and print from when on each applies."""
     layers = on_command_line(arguments.settings)
     async with open_gateway(arguments) as client:
         before = await client.experiment(arguments.experiment)

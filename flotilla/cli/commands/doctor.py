@@ -58,7 +58,7 @@ print(json.dumps([
 
 
 async def doctor(arguments: argparse.Namespace) -> int:
-    """Look at this machine, or at a whole fleet; 1 if something is missing without which none works."""
+    """Check this machine, or a whole fleet; 1 if something required is missing."""
     if arguments.fleet:
         return await examine(arguments)
     async with telling("importing torch and trying the sandbox"):
@@ -72,7 +72,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
 
 
 async def look(data: Path) -> list[Finding]:
-    """Look at all that a fleet with this data directory needs."""
+    """Check everything that a fleet with this data directory needs."""
     torch, sandbox, redis = await asyncio.gather(_ask_torch(), _sandbox(), _redis())
     return [
         machine.judge_python(tuple(sys.version_info[:3]), sys.executable),
@@ -175,6 +175,6 @@ def _port(data: Path) -> Finding:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory itself, or the nearest above it that is there."""
+    """The directory itself, or its nearest existing parent."""
     path = directory.resolve()
     return next(each for each in (path, *path.parents) if each.is_dir())

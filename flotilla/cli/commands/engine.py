@@ -11,7 +11,7 @@ from flotilla.shared.errors import InvalidRequest
 
 
 async def install(arguments: argparse.Namespace) -> int:
-    """Make the environment, and print how a fleet is told of it."""
+    """Create the environment, and print the variable that points a fleet to it."""
     engine = engine_named(arguments.engine)
     path = _absolute(arguments.path or f".venv-{engine.name}")
     console = new_console()

@@ -32,7 +32,7 @@ async def up(arguments: argparse.Namespace) -> int:
     if arguments.detach:
         return await _detach(arguments, data)
     tinker_model = _tinker_model(arguments)
-    # Who asks for the Tinker API gets what that needs, and services for experiments as many as are named.
+    # With --tinker only the services that it needs, and for experiments as many as are asked for.
     usual = 1 if tinker_model is None else 0
     options = FleetOptions(
         data=data,
@@ -98,7 +98,7 @@ async def _detach(arguments: argparse.Namespace, data: Path) -> int:
         raise Conflict(f"a fleet runs already with the data directory {data} (pid {running.pid})")
     log_path = _make_log(data)
     rest = [argument for argument in sys.argv[1:] if argument not in {"--detach", "-d", "--json"}]
-    console.print(f"a fleet starts; what it says is in {log_path}", markup=False)
+    console.print(f"a fleet starts; its log is {log_path}", markup=False)
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *python_module("flotilla", *rest),
@@ -154,7 +154,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _make_log(data: Path) -> Path:
-    # As the fleet itself makes it: for nobody else to read.
+    # As the fleet itself makes it: readable by its owner only.
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
     log_path = data / "logs" / "fleet.log"
     log_path.parent.mkdir(exist_ok=True)
@@ -174,7 +174,7 @@ async def down(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(info.pid, signal.SIGTERM)
     except PermissionError:
-        raise Forbidden(f"the fleet of {info.data} (pid {info.pid}) is another user's, who may end it") from None
+        raise Forbidden(f"the fleet of {info.data} (pid {info.pid}) belongs to another user, who may end it") from None
     end = time.monotonic() + DOWN_SECONDS
     async with telling(f"waiting for the end of the fleet (pid {info.pid}), at most {DOWN_SECONDS:.0f} s"):
         while info.is_running:

@@ -35,4 +35,4 @@ def _show(found: FleetExamination) -> None:
         f"{found.num_services} services on {found.num_hosts} hosts, {found.num_asked} of them asked; "
         f"{found.num_pairs_tried} of {found.num_pairs} pairs of hosts tried{skew}; {found.seconds:.0f} s"
     )
-    console.print("the fleet is well" if found.is_well else "the fleet is not well until what failed is mended")
+    console.print("the fleet is healthy" if found.is_well else "the fleet is not healthy: fix what failed")

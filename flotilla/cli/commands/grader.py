@@ -1,4 +1,4 @@
-"""``flotilla grader check``: a conformance run against somebody's grader."""
+"""``flotilla grader check``: a conformance run against a grader behind a URL."""
 
 import argparse
 import os

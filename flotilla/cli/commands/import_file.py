@@ -20,7 +20,7 @@ from flotilla.shared.errors import InvalidRequest
 AUTO, EMBEDDED_ENGINE = "auto", "embedded"
 AGENT_FILES = frozenset({"--agent_func_path", "--train.agent_func_path"})
 """Flags that name a file with an agent."""
-HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths are taken from this file's folder.\n"
+HEADER = "# Imported from {system} by `flotilla import {system}`; relative paths start at this file's folder.\n"
 
 
 async def import_file(arguments: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def _check_trial(arguments: argparse.Namespace) -> None:
 
 
 async def _try(imported: Imported, base: Path, arguments: argparse.Namespace) -> int:
-    """Run the spec scaled down; paths in it are taken from ``base``."""
+    """Run the spec scaled down; relative paths start at ``base``."""
     # Here: without --try nothing of a fleet is imported.
     from flotilla.cli.commands.trial import try_out
     from flotilla.trial_run.scaling import scale_down
@@ -143,7 +143,7 @@ def _why_not(imported: Imported, *, strict: bool) -> str:
     parts = [f"{refused} refused (--allow-refused goes on without)"] if refused else []
     parts += [f"{unsupported} unsupported (accepted without --strict)"] if unsupported else []
     parts += [f"{problems} to settle"] if problems else []
-    return f"flotilla: no spec was made: {', '.join(parts)}; the report says what\n"
+    return f"flotilla: no spec was made: {', '.join(parts)}; see the report\n"
 
 
 def _yaml(imported: Imported) -> str:

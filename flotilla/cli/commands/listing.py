@@ -112,7 +112,7 @@ class CheckpointRow(ListedCheckpoint):
     is_best: bool
     """Among those kept; of several with the highest held-out reward the first."""
     copy_found: UploadCheck | None = None
-    """What was found at ``checkpoint.upload_to`` now; None where nobody looked."""
+    """What was found at ``checkpoint.upload_to`` now; None without --verify."""
 
     @property
     def may_be_there(self) -> bool:

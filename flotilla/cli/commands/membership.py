@@ -20,7 +20,7 @@ from flotilla.shared.net.authorisation.access import PassKey
 from flotilla.shared.schemas.service import POOL, ServiceKind, ServiceView, notices_from, pool_from
 
 PATIENCE_SECONDS = 15.0
-"""How much longer than its notice a service may take until it is gone."""
+"""How much longer than its grace period a service may take to leave."""
 POLL_SECONDS = 0.1
 
 
@@ -62,7 +62,7 @@ async def rollout(arguments: argparse.Namespace) -> int:
 
 
 async def drain(arguments: argparse.Namespace) -> int:
-    """Let a service leave within a notice, and wait until it is gone.
+    """Let a service leave within a grace period, and wait until it has left.
 
     Raises:
         NotFound: there is no such service.

@@ -23,7 +23,7 @@ from flotilla.shared.net.authorisation.access import Principal, Scope
 from flotilla.shared.net.server.serving import address_of, bind, serve_here
 
 SECONDS = 365 * 86_400.0
-"""Life of the token: as long as anybody leaves the command running."""
+"""Lifetime of the token, longer than the command runs."""
 NAME = "run folders"
 
 
@@ -35,7 +35,7 @@ async def page(arguments: argparse.Namespace) -> int:
         NotFound: no gateway has left anything in a folder.
     """
     if not arguments.runs and not arguments.demo:
-        raise InvalidRequest("name the folder of a run, or take --demo to look at a recorded one")
+        raise InvalidRequest("name the folder of a run, or use --demo to see a recorded one")
     with TemporaryDirectory(prefix="flotilla-demo-") as demo:
         folders = list(dict.fromkeys(_data_of(Path(each)) for each in arguments.runs))
         if arguments.demo:
@@ -47,7 +47,7 @@ async def page(arguments: argparse.Namespace) -> int:
 async def _show(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
     settings = GatewaySettings(token=secrets.token_urlsafe(32), redis_url="", data=folders[0])
     async with recorded_state(settings, folders) as state:
-        # Nobody learns the operator's token, so nothing can be changed.
+        # The operator's token is never shown, so nothing can be changed.
         token = state.tokens.issue(Principal(Scope.READER, NAME), SECONDS)
         with bind("127.0.0.1", arguments.port) as listening, TemporaryDirectory(prefix="flotilla-page-") as private:
             url = f"{address_of(listening)}/#token={token}"
@@ -60,7 +60,7 @@ async def _show(folders: Sequence[Path], arguments: argparse.Namespace) -> None:
 def open_browser(url: str, private: Path) -> None:
     """Open a browser at an address that others must not read: it gets a file that leads there.
 
-    Its command line, with all that stands there, can be read by every user of the machine.
+    Its command line, with all arguments, can be read by every user of the machine.
 
     Args:
         url: holds a token.
@@ -80,7 +80,7 @@ def _data_of(named: Path) -> Path:
 
 
 class _Opened(AbstractAsyncContextManager[GatewayState]):
-    """What is open already, and closed by who has opened it."""
+    """What is open already, and closed by its opener."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state

@@ -76,7 +76,7 @@ async def _probed(arguments: argparse.Namespace) -> RecordedRun:
     """Run a few steps of a spec in a folder that is removed again, and read what they recorded.
 
     Raises:
-        Unavailable: it did not end well; its output says why.
+        Unavailable: it failed; its output has the reason.
     """
     changed = [f"optimisation.steps={arguments.probe}", "evaluation=null", "samples={}"]
     options = [option for each in changed for option in ("--set", each)]

@@ -15,7 +15,7 @@ async def prune(arguments: argparse.Namespace) -> int:
     """Return what would go, or delete it.
 
     Raises:
-        InvalidRequest: nothing says how long anything is kept.
+        InvalidRequest: no retention time is set.
         Conflict: the gateway does that already.
     """
     days = {f"{part}_days": getattr(arguments, f"{part}_days") for part in Part}

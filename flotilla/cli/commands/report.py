@@ -102,7 +102,7 @@ class Comparison:
         return cls(runs, metrics, compare_specs(specs), groups, seeds, step)
 
     def document(self) -> dict[str, JsonValue]:
-        """Say all of it as JSON."""
+        """Return all of it as JSON."""
         return {
             "experiments": [_facts(run.view) for run in self.runs],
             "metrics": [each._asdict() for each in self.metrics],

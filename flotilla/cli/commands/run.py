@@ -104,7 +104,7 @@ async def run_on_own_fleet(
 
 
 async def _prepared(launch: LaunchFile, started: float, rollouts: int, *, makes: bool) -> None:
-    """Make what the spec names, and say what will be taken of this machine.
+    """Prepare what the spec names, and print what will be used of this machine.
 
     Raises:
         InvalidSpec: it cannot fit.

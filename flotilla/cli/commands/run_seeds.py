@@ -78,14 +78,14 @@ async def follow_all(
 ) -> list[Progress]:
     """Follow each run until it ends, those that are paused last.
 
-    A paused run keeps its trainer, which the others may wait for, and only somebody's ``resume`` ends the pause: once
+    A paused run keeps its trainer, which the others may wait for, and only a ``resume`` ends the pause: once
     nothing but paused runs and such that wait for services is left, it is waited for ``PAUSED_SECONDS``.
 
     Returns:
         Those that have not ended.
 
     Raises:
-        WorkerDied: a process of the fleet was given up.
+        WorkerDied: a process of the fleet failed for good.
         Unavailable: the gateway stayed away.
     """
     console, left, told = new_console(), list(runs), set[str]()
@@ -101,7 +101,7 @@ async def follow_all(
                     markup=False,
                 )
         some_pause = any(is_paused(each.view) for each in left)
-        # Who has services first: one that waits for them may wait for another that was resumed.
+        # Runs with services first: one that waits for them may wait for another that was resumed.
         going = sorted((each for each in left if not is_paused(each.view)), key=lambda each: not each.view.services)
         is_still = some_pause and (not going or waits_for_services(going[0].view))
         if standing.is_over(is_still):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NOTHING_YET = (
     "no samples are kept yet: the first come with the first step, or with groups that are filtered or fail before it; "
-    "`flotilla status` says how far the experiment is"
+    "`flotilla status` shows the experiment's progress"
 )
 NOTHING_LIKE_THAT = (
     "no sample is like that: --step, --kind, --problem, --group and --failed choose; without them any is shown"
@@ -34,7 +34,7 @@ async def show(arguments: argparse.Namespace) -> int:
     directory = experiment_directory(arguments)
     items, unread = await _find(arguments, directory, query)
     if not items and arguments.kind is None and query.kinds and not arguments.json:
-        # Where no step was made, what was filtered or failed tells why.
+        # Without a step, filtered or failed groups show why.
         items, unread = await _find(arguments, directory, replace(query, kinds=()))
         if items:
             print(

@@ -1,4 +1,4 @@
-"""``flotilla spec check | show | schema``: look at a spec before anything runs. Needs neither torch nor a fleet."""
+"""``flotilla spec check | show | schema``: inspect a spec before anything runs. Needs neither torch nor a fleet."""
 
 import argparse
 import asyncio
@@ -106,7 +106,7 @@ def _told(rows: "Rows") -> str:
 
 
 def _unprepared(launch: LaunchFile) -> list[str]:
-    """Warn that something may be missing because nobody has made it yet."""
+    """Warn that something may be missing because it was not created yet."""
     if launch.prepare is None or (launch.path.parent / launch.prepare.output).exists():
         return []
     command = " ".join(launch.prepare.command)

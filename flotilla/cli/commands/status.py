@@ -37,7 +37,7 @@ EXPERIMENT_KEYS = (
     "updated_at",
 )
 FORGOTTEN_AFTER = timedelta(days=1)
-"""What was wrong with an experiment that ended longer ago is not listed; `ls` and `diagnose` still tell it."""
+"""Problems of an experiment that ended longer ago are not listed; `ls` and `diagnose` still show them."""
 
 
 class ServiceRow(Wire):
@@ -190,7 +190,7 @@ def remarks(
             lines.append(f"problem  {each.id}: {each.problem.component}: {each.problem.cause}")
             told.add((each.id, each.problem.cause))
         if each.health:
-            lines.append(f"health   {each.id}: {names_of(each.health)}; `flotilla diagnose {each.id}` tells more")
+            lines.append(f"health   {each.id}: {names_of(each.health)}; see `flotilla diagnose {each.id}`")
     lines += [f"lending  {each.experiment_id}: {each.lending}" for each in shares if each.lending]
     return lines + [
         f"waiting  {each.experiment_id}: {each.waiting}"

@@ -1,4 +1,4 @@
-"""``flotilla token create | list | revoke``: who else may use a fleet, and for what."""
+"""``flotilla token create | list | revoke``: access tokens of a fleet."""
 
 import argparse
 

@@ -33,7 +33,7 @@ HEADER = "# A trial of an imported spec: scaled down to two steps on this machin
 
 
 async def try_out(spec: ExperimentSpec, trial: Trial, *, keep: Path | None, agent: Path | None, plain: bool) -> int:
-    """Run a trial and say what came of it; returns the exit code.
+    """Run a trial and print its result; returns the exit code.
 
     Args:
         spec: that is tried, as it was imported.
@@ -56,7 +56,7 @@ async def try_out(spec: ExperimentSpec, trial: Trial, *, keep: Path | None, agen
                 code = await run(arguments, companion=companion, is_kept=keep is not None)
         except TimeoutError:
             raise Unavailable(
-                f"the trial did not end within {TRY_SECONDS:.0f} s: the lines above say how far it came"
+                f"the trial did not end within {TRY_SECONDS:.0f} s: the lines above show its progress"
             ) from None
         found = Outcome.model_validate_json((folder / RUNS / spec.name / "summary.json").read_bytes())
         console.print(found.line(), markup=False)
@@ -74,7 +74,7 @@ def show_changes(console: Console, changes: Sequence[Change]) -> None:
 
 
 class Outcome(BaseModel):
-    """What a summary says of a trial."""
+    """A trial's entry in the summary."""
 
     status: str
     steps: int

@@ -11,7 +11,7 @@ from flotilla.services.gateway.store.left_behind import DATABASE
 ARCHIVE: Final = Path(__file__).with_name("arithmetic.zip")
 """Of ``page/record_demo.py``."""
 PLACE: Final = "/demo"
-"""Stands in the record for the folder that it is unpacked into."""
+"""Placeholder in the record for the folder that it is unpacked into."""
 
 
 def unpack(folder: Path) -> Path:

@@ -174,7 +174,7 @@ class _Pull:
         self.last: Unavailable | None = None
 
     async def run(self, version: int) -> Path:
-        """Fetch it from all sources at once; if what came is wrong, one source after the other, to find the corrupt one."""
+        """Fetch it from all sources at once; if what came is wrong, one by one, to find the corrupt one."""
         try:
             path = await self._from(self._sources, version)
         except WeightTransferFailed:

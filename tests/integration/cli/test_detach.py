@@ -76,4 +76,4 @@ async def test_it_names_the_command_that_ends_this_fleet(
     assert code == 0
     said = capsys.readouterr().out
     assert f"`flotilla down --data '{data}'` ends it" in said
-    assert said.startswith(f"a fleet starts; what it says is in {data / 'logs' / 'fleet.log'}\n")
+    assert said.startswith(f"a fleet starts; its log is {data / 'logs' / 'fleet.log'}\n")

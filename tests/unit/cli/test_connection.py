@@ -91,7 +91,7 @@ def test_another_process_of_the_same_id_is_not_the_fleet(tmp_path: Path) -> None
     """`down` would end it otherwise: after a power cut, an id is soon another program's."""
     fleet_of(tmp_path, birth="2f1c0000-0000-4000-8000-000000000000/4711")
 
-    with pytest.raises(Unavailable, match="is gone: start one with"):
+    with pytest.raises(Unavailable, match="has ended: start one with"):
         FleetInfo.read(tmp_path)
 
 

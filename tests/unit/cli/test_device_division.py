@@ -21,7 +21,7 @@ def test_without_devices_nothing_is_divided_and_nothing_is_said() -> None:
             Wishes(Wish(1), Wish(1)),
             [("0",)],
             [("1",), ("2",)],
-            "trainer cuda 0; rollout-0 cuda 1; rollout-1 cuda 2; nobody uses 3",
+            "trainer cuda 0; rollout-0 cuda 1; rollout-1 cuda 2; 3 unused",
         ),
         (
             Wishes(rollouts=Wish(1)),

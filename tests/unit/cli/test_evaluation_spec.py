@@ -93,7 +93,7 @@ def test_a_model_is_found_in_a_checkpoint_an_experiment_and_a_run(tmp_path: Path
     with pytest.raises(ModelError, match="neither a model nor a checkpoint"):
         model_at(tmp_path)
     a_checkpoint(tmp_path / "run" / "fleet" / "experiments" / "sums-2" / CHECKPOINTS, 1)
-    with pytest.raises(ModelError, match="say which"):
+    with pytest.raises(ModelError, match="choose one"):
         model_at(tmp_path / "run")
 
 

@@ -70,7 +70,7 @@ def test_what_is_wrong_and_what_is_waited_for_is_said_once() -> None:
     shares = [a_share("first-1", "waiting for 1 rollout to register"), a_share("second-2", CAUSE)]
 
     assert remarks(experiments, shares) == [
-        "health   first-1: never_right (since step 4); `flotilla diagnose first-1` tells more",
+        "health   first-1: never_right (since step 4); see `flotilla diagnose first-1`",
         f"problem  second-2: scheduler: {CAUSE}",
         "waiting  first-1: waiting for 1 rollout to register",
     ]

@@ -58,7 +58,7 @@ FOUR_BITS = {"path": "model", "lora": {"rank": 4, "quantisation": {"dtype": "nf4
         ({"rollout": {"engine": {"kind": "sglang", "device": "cpu"}}, "resources": {"sharing": "time"}},
          "resources.sharing", "rollout.engine.kind sglang can on GPUs only"),
         ({"rollout": {"engine": {"kind": "sglang", "url": "http://a:1"}}, "resources": {"sharing": "time"}},
-         "resources.sharing", "cannot say whether somebody left it asleep"),
+         "resources.sharing", "cannot report whether another client left it asleep"),
         ({"rollout": {"engine": {"kind": "sglang", "url": "http://10.0.0.5:1"}}, "resources": {"rollouts": {"min": 2}}},
          "resources.rollouts.min", "one server, which samples for one rollout"),
         ({"rollout": {"engine": {"kind": "vllm", "device": "cpu"}}, "resources": {"sharing": "time"}},

@@ -46,7 +46,7 @@ def test_options_of_sglang_survive_the_way_over_the_wire() -> None:
         ({"kind": "sglang", "options": {"sidecar": "a.b"}}, "options", "names a module, which would be imported"),
         ({"kind": "sglang", "options": {"hicache-storage-backend": "dynamic"}}, "options", "would be imported"),
         ({"kind": "sglang", "options": {"unified_cache_external_l": "dynamic"}}, "options", "would be imported"),
-        ({"kind": "sglang", "options": {"max_queued_requests": 3}}, "options", "answered by nobody"),
+        ({"kind": "sglang", "options": {"max_queued_requests": 3}}, "options", "never answered"),
         ({"kind": "sglang", "url": "http://a:1", "options": {"tp_size": 2}}, "", "have no effect with"),
         ({"kind": "sglang", "url": "http://a:1", "update_weights_from": "tensor"}, "", "leave rollout.engine.url or"),
         ({"kind": "sglang", "url": "ftp://a"}, "url", "pattern"),

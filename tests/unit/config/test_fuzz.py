@@ -78,7 +78,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("", "spec.yaml is empty"),
         ("- 1", "must hold a mapping"),
         ("name: &a [*a]", "deep in each other"),
-        ("a: " + "[" * 3000, "without end"),
+        ("a: " + "[" * 3000, "nested too deeply"),
         (BOMB, "values at most"),
         ("name: x\nname: y", "line 2, column 1: the key 'name' stands twice"),
         ("1: x", "line 1, column 1: the key '1' is no text"),

@@ -211,7 +211,7 @@ def test_rules_of_filters_change_by_their_keys_and_not_where_nothing_is_graded()
         Effect.GROUP,
     )
     assert (other.reward.group_filter, other.reward.filter_zero_spread) == (None, True)
-    with pytest.raises(InvalidSpec, match=r"filter_zero_spread and reward\.group_filter both say"):
+    with pytest.raises(InvalidSpec, match=r"filter_zero_spread and reward\.group_filter both choose"):
         changed_live(spec, nested("reward.filter_zero_spread", True))
 
 

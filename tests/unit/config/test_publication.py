@@ -113,7 +113,7 @@ BOTH = {"torch", "torch with adapters"}
         (
             adapting("auto", engine={"kind": "vllm"}),
             {"one": {"vllm", "vllm with adapters"}},
-            ("merged", "rollout.engine.kind vllm takes adapters alone where asynchrony.publication.lora says adapters"),
+            ("merged", "rollout.engine.kind vllm takes only adapters if asynchrony.publication.lora is adapters"),
         ),
     ],
 )

@@ -162,9 +162,9 @@ def test_keys_that_are_merged_in_may_be_replaced() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.resampling={}", "kind is missing, which says what this is: pow, max_min, max_random"),
+        ("algorithm.resampling={}", "kind is missing, which selects the kind: pow, max_min, max_random"),
         ("reward.shaping.normalisation={mean: batch}", "reward.shaping.normalisation.mean: Input should be 'group'"),
-        ("reward.components=[{}]", "kind is missing, which says what this is: exact, "),
+        ("reward.components=[{}]", "kind is missing, which selects the kind: exact, "),
         ("optimisation=3", "a section with keys of its own is wanted here"),
         ("algorithm.resampling={kind: max_min, power: 2}", "unknown key 'power'; allowed here: kind"),
     ],

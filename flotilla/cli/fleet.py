@@ -220,7 +220,7 @@ class LocalFleet:
         try:
             data.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise InvalidRequest(f"{data} is a file, not a directory") from None
+            raise InvalidRequest(f"{data} cannot become a directory: a file is in its place") from None
         self._take_lock(data)
         check_port(self.options.host, self.options.port)
         port = self.options.port or lasting_port(self.options.host)

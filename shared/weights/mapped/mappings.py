@@ -38,7 +38,7 @@ class KeptMappings:
                     used.append(image)
                     if image.image_bytes != image_bytes:
                         raise WeightTransferFailed(
-                            f"the image has {image.image_bytes} bytes, by the manifest {image_bytes}"
+                            f"the image has {image.image_bytes} bytes, the manifest says {image_bytes}"
                         )
                 yield [image.mapped for image in used]
             finally:

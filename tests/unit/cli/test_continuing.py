@@ -71,7 +71,7 @@ def test_a_run_goes_on_with_what_was_changed_while_it_ran_and_says_so() -> None:
 
     (line,) = check_same(recorded, with_rate(1e-6), changes)
 
-    told = "was changed while it ran and stays 2e-07 from the next version on; the spec says 1e-06"
+    told = "was changed while it ran and stays 2e-07 from the next version on; the spec has 1e-06"
     assert line == f"optimisation.learning_rate {told}"
     assert check_same(recorded, with_rate(2e-7), changes) == []
 

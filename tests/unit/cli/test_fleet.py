@@ -40,7 +40,7 @@ async def test_a_second_fleet_leaves_the_note_of_the_first(tmp_path: Path) -> No
 async def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("mine")
 
-    with pytest.raises(InvalidRequest, match=f"{name} is no directory and cannot become one: a file is in its place"):
+    with pytest.raises(InvalidRequest, match=f"{name} cannot become a directory: a file is in its place"):
         await begin(tmp_path / name)
 
     assert (tmp_path / "file").read_text() == "mine"

@@ -119,12 +119,12 @@ def test_the_reader_is_told_the_folder_before_anything_is_read(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_kept": 2_000_000_000}, "it says that it has 2000000000 groups, and has 4 rows"),
-        ({"num_kept": -3}, "it says that it has -3 groups"),
-        ({"num_kept": "9"}, "it says that it has '9' groups"),
-        ({"num_kept": 1.5}, "it says that it has 1.5 groups"),
-        ({"num_kept": True}, "it says that it has True groups"),
-        ({"num_kept": None}, "it says that it has None groups"),
+        ({"num_kept": 2_000_000_000}, "its metadata names 2000000000 groups, and it has 4 rows"),
+        ({"num_kept": -3}, "its metadata names -3 groups"),
+        ({"num_kept": "9"}, "its metadata names '9' groups"),
+        ({"num_kept": 1.5}, "its metadata names 1.5 groups"),
+        ({"num_kept": True}, "its metadata names True groups"),
+        ({"num_kept": None}, "its metadata names None groups"),
     ],
 )
 def test_what_a_file_says_about_itself_is_not_believed(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

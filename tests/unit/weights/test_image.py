@@ -145,7 +145,7 @@ def test_there_is_nothing_to_attach_to_after_the_owner_closed(image: WeightImage
 def test_a_file_cut_short_is_no_image(image: WeightImage) -> None:
     os.truncate(image.path, image.image_bytes - 1)
 
-    with pytest.raises(WeightTransferFailed, match="its header says"):
+    with pytest.raises(WeightTransferFailed, match="by its header"):
         open_image(image.path)
 
 

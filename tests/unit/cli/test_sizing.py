@@ -12,7 +12,7 @@ from flotilla.shared.errors import InvalidSpec
 from flotilla.shared.schemas.service import GpuDevice
 from flotilla.shared.service import devices
 from flotilla.sizing import batch_lines, size_up
-from tests.unit.sizes.test_sizes import PARAMETERS, a_model, a_spec
+from tests.unit.sizes.test_trainer import PARAMETERS, a_model, a_spec
 
 
 def test_each_process_and_the_batches_have_a_line(tmp_path: Path) -> None:

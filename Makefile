@@ -22,7 +22,7 @@ PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) p
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
-.PHONY: help install demo docs page test test-sglang test-vllm test-slurm test-netns test-tinker test-environments nemo-gym style check format coverage test-all lock audit release clean
+.PHONY: help install demo docs page test test-sglang test-vllm test-slurm test-netns test-tinker test-environments test-modal nemo-gym style check format coverage test-all lock audit release clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -102,6 +102,10 @@ test-environments: install $(NEMO_GYM_STAMP) $(TASKSETS_STAMP) ## Harbor tasks, 
 	@FLOTILLA_NEMO_GYM_PYTHON=$(CURDIR)/$(NEMO_GYM)/bin/python FLOTILLA_TASKSETS_PYTHON=$(CURDIR)/$(TASKSETS)/bin/python \
 		$(BIN)/python -m pytest -q --durations=10 tests/integration/gateway/test_harbor.py tests/integration/gateway/test_nemo_gym.py \
 		tests/integration/gateway/test_tasksets.py tests/e2e/test_environments.py
+
+test-modal: install ## every contract of the sandbox's providers over Modal's real package, against a server of its stubs
+	@$(BIN)/pip install --quiet '.[modal]'
+	@$(BIN)/python -m pytest -q --durations=10 -k modal tests/contract/sandbox tests/unit/sandbox/test_settings.py
 
 # All that the tests send is written down; a checker of recorded traffic is asked at the end, where there is one.
 SGLANG_CHECKER ?= $(wildcard $(abspath ../shared/tools/sglang_cpu.py))

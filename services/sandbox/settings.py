@@ -13,11 +13,11 @@ KEY: Final = "FLOTILLA_SANDBOX_KEY"
 """The variable of a provider's key."""
 
 HAVE_NO_EFFECT: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
-    ("level", "python", "readable_paths", "busy_part", "uid_base"): ("docker", "e2b", "daytona", "kubernetes"),
-    ("url", "image", "images", "warm", "box_network", "box_start_seconds"): ("local",),
+    ("level", "python", "readable_paths", "busy_part", "uid_base"): ("docker", "e2b", "daytona", "kubernetes", "modal"),
+    ("url", "image", "images", "warm", "box_network", "box_start_seconds", "box_lifetime_seconds"): ("local",),
     ("key",): ("local", "docker"),
-    ("runtime",): ("local", "e2b", "daytona"),
-    ("namespace",): ("local", "docker", "e2b", "daytona"),
+    ("runtime",): ("local", "e2b", "daytona", "modal"),
+    ("namespace",): ("local", "docker", "e2b", "daytona", "modal"),
 }
 """Settings, and the providers to which they say nothing."""
 
@@ -59,14 +59,16 @@ class SandboxSettings(Config):
     """Interpreter for Python programs. Null: the system's ``python3``, else the service's own."""
     readable_paths: tuple[str, ...] = ()
     """Further paths that programs may read, such as an environment with packages for them."""
-    provider: Literal["local", "docker", "e2b", "daytona", "kubernetes"] = "local"
+    provider: Literal["local", "docker", "e2b", "daytona", "kubernetes", "modal"] = "local"
     """Where programs run: in this machine's own isolation, or each in a box of a provider."""
     url: str | None = Field(None, pattern=r"^(unix|tcp|http|https)://")
     """The provider's API. Null: docker's socket, the hosted service, or the cluster that this is in."""
     key: SecretStr | None = None
-    """Of the provider's account. Docker has none; null for Kubernetes: the token of this pod's service account."""
+    """Of the provider's account; Modal: ``ID:SECRET`` of a token. Docker has none; null for Kubernetes: the token of
+    this pod's service account."""
     image: str = Field("python:3.12-slim", min_length=1, max_length=500)
-    """What boxes are made of for calls that name no image; E2B: a template, Daytona: an image or ``snapshot:NAME``."""
+    """What boxes are made of for calls that name no image; E2B: a template, Daytona: an image or ``snapshot:NAME``,
+    Modal: an image, or the ``im-...`` of one that is built."""
     images: tuple[str, ...] = ()
     """Patterns of images that a call may name beside that one, such as ``swebench/*``; ``*`` allows all."""
     warm: int = Field(1, ge=0, le=256)
@@ -75,6 +77,9 @@ class SandboxSettings(Config):
     """Let boxes reach the network: what runs in them may then send what it reads anywhere."""
     box_start_seconds: float = Field(120.0, gt=0, le=3600)
     """Longest wait for a box. One that comes later, for an image that is pulled first, is there for the next call."""
+    box_lifetime_seconds: float = Field(6000.0, ge=600, le=86_400)
+    """Life of a box that is kept warm; it ends by itself then. It is kept for half an hour, so by default it serves a
+    session of an hour. An account may allow less."""
     runtime: str | None = None
     """Of containers: docker's runtime, or the RuntimeClass of pods, such as one with a kernel of its own."""
     namespace: str = Field("default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")

@@ -33,10 +33,8 @@ LOOK_SECONDS: Final = 60.0
 """How often the provider is asked what boxes there are; sooner after one could not be made or taken away."""
 SOON_SECONDS: Final = 2.0
 CLOSE_SECONDS: Final = 20.0
-LIFETIME_SECONDS: Final = 3600.0
-"""Of a box that is kept warm; a session that lasts longer gets another one."""
-FRESH_PART: Final = 0.5
-"""Part of its life after which a box is no longer kept warm."""
+WARM_SECONDS: Final = 1800.0
+"""How long a box is kept warm; less where half of its life is."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +45,23 @@ class Kept:
         image: of boxes that nobody names an image for.
         warm: how many of them are kept ready.
         start_seconds: for which one is waited.
+        lifetime_seconds: of one that is kept warm; a session that lasts longer gets another one.
         memory_bytes, processors, processes, has_network: of each.
     """
 
     image: str
     warm: int
     start_seconds: float
+    lifetime_seconds: float
     memory_bytes: int
     processors: float
     processes: int
     has_network: bool
+
+    @property
+    def least_seconds(self) -> float:
+        """Tell what a box that is kept warm has left to live at least."""
+        return max(self.lifetime_seconds - WARM_SECONDS, self.lifetime_seconds / 2)
 
     def wanted(self, image: str, lifetime_seconds: float) -> Wanted:
         """Describe a box that is to be made."""
@@ -145,7 +150,7 @@ class Boxes:
         # Its life may begin before it is there: with the pull of its image.
         lifetime = seconds + self.kept.start_seconds
         if image == self.kept.image:
-            lifetime = max(lifetime, LIFETIME_SECONDS)
+            lifetime = max(lifetime, self.kept.lifetime_seconds)
         making = self._start(self._make(image, lifetime))
         try:
             async with asyncio.timeout(self.kept.start_seconds):
@@ -257,12 +262,12 @@ class Boxes:
         pauses = Backoff(1.0, LOOK_SECONDS)
         while True:
             self._is_short.clear()
-            for box in [box for box in self._warm if box.ends_at - self._now() < FRESH_PART * LIFETIME_SECONDS]:
+            for box in [box for box in self._warm if box.ends_at - self._now() < self.kept.least_seconds]:
                 self._warm.remove(box)
                 self.drop(box)
             if self.num_warm < self.kept.warm:
                 try:
-                    self._warm.append(await self._start(self._make(self.kept.image, LIFETIME_SECONDS)))
+                    self._warm.append(await self._start(self._make(self.kept.image, self.kept.lifetime_seconds)))
                     pauses.reset()
                 except ProviderFailed as error:
                     log.warning("no sandbox can be kept warm", extra={"error": error.detail})

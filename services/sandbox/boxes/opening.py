@@ -39,6 +39,7 @@ async def open_boxes(
         settings.image,
         settings.warm,
         settings.box_start_seconds,
+        settings.box_lifetime_seconds,
         memory_bytes=settings.limits.memory_bytes,
         processors=settings.processors,
         processes=settings.limits.processes,

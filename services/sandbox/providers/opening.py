@@ -1,5 +1,8 @@
 """From what a service is told to its provider."""
 
+import importlib.util
+from urllib.parse import urlsplit
+
 import httpx
 
 from flotilla.services.sandbox.providers import daytona, docker, e2b, kubernetes
@@ -23,7 +26,7 @@ def open_provider(
         transport: another one than sockets.
 
     Raises:
-        InvalidRequest: it needs a key, and there is none.
+        InvalidRequest: it needs a key or a package, and there is none.
     """
     kind, url = settings.provider, settings.url
     key = settings.key.get_secret_value() if settings.key is not None else ""
@@ -40,6 +43,34 @@ def open_provider(
         )
     if not key:
         raise InvalidRequest(f"the provider {kind} needs the key of an account: {KEY}, or a file that {KEY}_FILE names")
+    if kind == "modal":
+        return _open_modal(url, key, owner)
     if kind == "e2b":
         return E2B(url or e2b.URL, key, owner, transport=transport)
     return Daytona(url or daytona.URL, key, owner, transport=transport)
+
+
+def has_modal() -> bool:
+    """Tell whether the package is installed; nothing is imported."""
+    return importlib.util.find_spec("modal") is not None
+
+
+def _open_modal(url: str | None, key: str, owner: str) -> Provider:
+    """Make the provider that is asked by a package of its own.
+
+    Raises:
+        InvalidRequest: the package is missing, or what it is to be told is none of its.
+    """
+    if not has_modal():
+        raise InvalidRequest(
+            "the provider modal needs its package where the sandbox service runs: pip install 'flotilla[modal]' "
+            "(in a checkout: pip install '.[modal]')"
+        )
+    token_id, _, secret = key.partition(":")
+    if not token_id or not secret:
+        raise InvalidRequest(f"{KEY} of the provider modal is the id and the secret of a token, ID:SECRET")
+    if url is not None and urlsplit(url).scheme not in {"http", "https"}:
+        raise InvalidRequest(f"FLOTILLA_SANDBOX_URL of the provider modal begins with http:// or https://, not {url!r}")
+    from flotilla.services.sandbox.providers.modal import Modal  # only where it is named
+
+    return Modal(url, (token_id, secret), owner)

@@ -24,9 +24,9 @@ from tests.contract.sandbox.fakes.boxes import FakeBox, FakeProvider, Fault
 from tests.contract.sandbox.fakes.opened import FAKES, TOKEN, a_service
 from tests.contract.sandbox.test_providers import cell, opened, run
 
-CREATE = r"POST (/v1.43/containers/create|/sandboxes|/api/sandbox|.*/namespaces/default/sandboxes)$"
-DELETE = r"DELETE "
-LIST = r"GET (/v1.43/containers/json|/v2/sandboxes|/api/sandbox|.*/namespaces/default/sandboxes)$"
+CREATE = r"POST (/v1.43/containers/create|/sandboxes|/api/sandbox|.*/namespaces/default/sandboxes|/SandboxCreateV2)$"
+DELETE = r"DELETE |POST /SandboxTerminateV2$"
+LIST = r"GET (/v1.43/containers/json|/v2/sandboxes|/api/sandbox|.*/namespaces/default/sandboxes)$|POST /SandboxListV2$"
 at_each = pytest.mark.parametrize("provider", FAKES)
 
 
@@ -35,6 +35,11 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "DEADLINE_SECONDS", 1.5)
     monkeypatch.setattr(wire, "CALL_SECONDS", 1.0)
     monkeypatch.setattr(e2b, "CREATE_SECONDS", 1.0)
+    if "modal" in FAKES:
+        from flotilla.services.sandbox.providers import modal
+
+        monkeypatch.setattr(modal, "CALL_SECONDS", 1.5)
+        monkeypatch.setattr(modal, "CREATE_SECONDS", 1.0)
     monkeypatch.setattr(keeper, "SOON_SECONDS", 0.05)
     monkeypatch.setattr(keeper, "CLOSE_SECONDS", 2.0)
 
@@ -85,7 +90,8 @@ async def test_a_provider_that_is_down_is_an_error_of_the_sandbox_and_counted(
         metrics = (await client.get("/metrics")).text
 
     assert (found["status"], found["run_result"]) == ("SandboxError", None)
-    assert f"{provider} answered 500: out of order" in found["message"]
+    answered = "InternalError" if provider == "modal" else "500"
+    assert f"{provider} answered {answered}: out of order" in found["message"]
     assert (session.status_code, session.json()["code"]) == (503, "unavailable")
     assert f'flotilla_sandbox_provider_failures_total{{cause="failed",provider="{provider}"}} 2.0' in metrics
     assert 'flotilla_sandbox_runs_total{language="python",status="SandboxError"} 1.0' in metrics
@@ -175,9 +181,9 @@ async def test_a_box_that_could_not_be_taken_away_is_found_again(
         fake.faults.append(Fault(DELETE, status=400, times=1))
         found = await run(client, "print(1)")
         await until(lambda: fake.num_made == 1 and not fake.boxes)
+        await until(lambda: boxes_of(state).num_orphans == 1)
 
     assert found["status"] == "Success"
-    assert boxes_of(state).num_orphans == 1
 
 
 def started(pid: int) -> int:
@@ -213,19 +219,20 @@ async def test_what_a_killed_service_left_is_taken_away_and_what_others_have_is_
     assert not present & set(gone)
 
 
-@pytest.mark.parametrize("provider", ["e2b", "daytona", "kubernetes"])
+@pytest.mark.parametrize("provider", [each for each in FAKES if each != "docker"])
 async def test_a_key_that_is_refused_ends_the_start_and_is_nowhere_to_be_read(
     provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     fake = FAKES[provider](tmp_path)
-    fake.key = "another"
+    fake.key = "another:key"
 
     with pytest.raises(ProviderFailed) as refused:
         async with a_service(provider, tmp_path, monkeypatch, fake):
             pass
 
-    assert f"{provider} answered 401" in refused.value.detail
+    answered = "AuthError" if provider == "modal" else "401"
+    assert f"{provider} answered {answered}" in refused.value.detail
     said = refused.value.detail + repr(refused.value.context) + caplog.text + repr(caplog.records)
     assert FakeProvider.key not in said
 
@@ -270,6 +277,20 @@ async def test_warm_boxes_are_there_before_anybody_asks_and_are_replaced(
 
     assert found["status"] == "Success"
     assert fake.boxes == {}
+
+
+@at_each
+async def test_a_session_of_the_usual_life_begins_in_a_warm_box(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_service(provider, tmp_path, monkeypatch, warm=1) as (client, state, fake):
+        await until(lambda: boxes_of(state).num_warm == 1)
+        fake.faults.append(Fault(CREATE, hangs=True, times=100))
+        session = await opened(client)
+        found = await cell(client, session, "6 * 7")
+        fake.faults.clear()
+
+    assert (found["run_result"]["stdout"], fake.num_made) == ("42\n", 1)
 
 
 @at_each

@@ -238,9 +238,9 @@ async def test_boxes_are_bounded_closed_and_end_by_themselves(
         assert (host["NetworkMode"], host["AutoRemove"], host["CapDrop"]) == ("none", True, ["ALL"])
         assert host["Memory"] == host["MemorySwap"] == state.settings.limits.memory_bytes
         assert host["SecurityOpt"] == ["no-new-privileges"]
-        assert wanted["Entrypoint"] == ["sleep", "3600"]
+        assert wanted["Entrypoint"] == ["sleep", "6000"]
     elif provider == "e2b":
-        assert (wanted["allow_internet_access"], wanted["timeout"], wanted["secure"]) == (False, 3600, True)
+        assert (wanted["allow_internet_access"], wanted["timeout"], wanted["secure"]) == (False, 6000, True)
     elif provider == "kubernetes":
         spec = wanted["spec"]
         assert isinstance(spec, dict)
@@ -249,13 +249,16 @@ async def test_boxes_are_bounded_closed_and_end_by_themselves(
         assert (pod["automountServiceAccountToken"], pod["restartPolicy"]) == (False, "Never")
         assert container["resources"]["limits"] == {"memory": str(512 << 20), "cpu": "2000m"}
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
-        assert (container["command"], spec["shutdownPolicy"]) == (["sleep", "3600"], "Delete")
+        assert (container["command"], spec["shutdownPolicy"]) == (["sleep", "6000"], "Delete")
         assert isinstance(fake, FakeKubernetes)
         (policy,) = fake.policies
         closed = {"podSelector": {"matchLabels": {"flotilla": "sandbox"}}, "policyTypes": ["Ingress", "Egress"]}
         assert policy["spec"] == closed
+    elif provider == "modal":
+        assert (wanted["is_closed"], wanted["timeout"], wanted["command"]) == (True, 6000, ["sleep", "6000"])
+        assert (wanted["memory"], wanted["cpu"]) == ((512, 512), (2000, 2000))
     else:
-        assert (wanted["networkBlockAll"], wanted["ttlMinutes"], wanted["public"]) == (True, 60, False)
+        assert (wanted["networkBlockAll"], wanted["ttlMinutes"], wanted["public"]) == (True, 100, False)
         assert (wanted["memory"], wanted["cpu"]) == (1, 2)
     assert set(box.labels) == {"flotilla", "flotilla-owner", "flotilla-box", "flotilla-until"}
 

@@ -1,13 +1,15 @@
 """Which boxes a service has: what it takes, what it keeps for others, and what it takes away."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from flotilla.services.sandbox.boxes.executor import BoxExecutor
-from flotilla.services.sandbox.boxes.keeper import LIFETIME_SECONDS, Boxes, Kept
+from flotilla.services.sandbox.boxes.keeper import LOOK_SECONDS, Boxes, Kept
+from flotilla.services.sandbox.boxes.work import SLACK_SECONDS
 from flotilla.services.sandbox.executor import Program
 from flotilla.services.sandbox.guard.job import Phase
 from flotilla.services.sandbox.isolation import Slot
@@ -24,8 +26,11 @@ from flotilla.services.sandbox.providers.base import (
     is_orphan,
     owner_here,
 )
+from flotilla.services.sandbox.settings import SandboxSettings
+from flotilla.shared.schemas.sandbox import SessionRequest
 
-KEPT = Kept("usual", 0, 120.0, memory_bytes=1 << 20, processors=1.0, processes=8, has_network=False)
+LIFETIME_SECONDS = SandboxSettings.model_fields["box_lifetime_seconds"].default
+KEPT = Kept("usual", 0, 120.0, LIFETIME_SECONDS, memory_bytes=1 << 20, processors=1.0, processes=8, has_network=False)
 
 
 class Memory:
@@ -109,6 +114,22 @@ async def test_a_long_session_leaves_warm_boxes_to_others() -> None:
 
     assert taken not in kept and boxes.num_warm == 2
     assert await boxes.take(None, 60.0) is kept[0]
+
+
+async def test_a_warm_box_serves_a_session_of_the_usual_life_for_as_long_as_it_is_kept() -> None:
+    now = 0.0
+    boxes = Boxes(Memory(), KEPT, "me", now=lambda: now)
+    session = SessionRequest().lifetime_seconds + 2 * SLACK_SECONDS
+    first, second = await warm(boxes, 2)
+
+    assert await boxes.take(None, session) is first
+    now = LIFETIME_SECONDS - KEPT.least_seconds + LOOK_SECONDS  # the latest that one may be left warm
+    assert await boxes.take(None, session) is second
+
+
+@pytest.mark.parametrize(("lifetime", "least"), [(600.0, 300.0), (3600.0, 1800.0), (6000.0, 4200.0)])
+def test_a_box_is_kept_warm_for_half_an_hour_or_half_of_its_life(lifetime: float, least: float) -> None:
+    assert replace(KEPT, lifetime_seconds=lifetime).least_seconds == least
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.services.sandbox.__main__ import sandbox_settings
+from flotilla.services.sandbox.providers import opening
 from flotilla.services.sandbox.settings import SandboxSettings
 from flotilla.shared.environment.secret_variables import without_secrets
 from flotilla.shared.errors import InvalidRequest
@@ -45,13 +46,14 @@ def test_children_do_not_get_the_key() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"provider": "modal"}, "FLOTILLA_SANDBOX_PROVIDER: Input should be 'local', 'docker'"),
+        ({"provider": "elsewhere"}, "FLOTILLA_SANDBOX_PROVIDER: Input should be 'local', 'docker'"),
         ({"concurrency": "many"}, "FLOTILLA_SANDBOX_CONCURRENCY: "),
         ({"provider": "docker", "box_network": "perhaps"}, "FLOTILLA_SANDBOX_BOX_NETWORK: "),
         ({"image": "x"}, "FLOTILLA_SANDBOX_IMAGE has no effect where FLOTILLA_SANDBOX_PROVIDER is local"),
         ({"provider": "docker", "level": "A"}, "FLOTILLA_SANDBOX_LEVEL has no effect"),
         ({"provider": "docker", "key": "k"}, "FLOTILLA_SANDBOX_KEY has no effect"),
         ({"provider": "e2b", "runtime": "runsc"}, "FLOTILLA_SANDBOX_RUNTIME has no effect"),
+        ({"provider": "modal", "key": "a:b", "namespace": "n"}, "FLOTILLA_SANDBOX_NAMESPACE has no effect"),
         ({"provider": "docker", "url": "ftp://x"}, "FLOTILLA_SANDBOX_URL: String should match"),
         ({"key_file": "/nowhere/key"}, "FLOTILLA_SANDBOX_KEY_FILE"),
     ],
@@ -61,3 +63,25 @@ def test_what_is_wrong_or_has_no_effect_is_refused_by_its_variable(environment: 
         settings(**environment)
 
     assert words in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_installed", "words"),
+    [
+        ({"key": "a:b"}, False, "pip install 'flotilla[modal]'"),
+        ({}, True, "FLOTILLA_SANDBOX_KEY"),
+        ({"key": "only-one"}, True, "the id and the secret of a token, ID:SECRET"),
+        ({"key": "a:"}, True, "the id and the secret of a token, ID:SECRET"),
+        ({"key": "a:b", "url": "tcp://host:1"}, True, "begins with http:// or https://, not 'tcp://host:1'"),
+    ],
+)
+def test_modal_is_refused_by_what_it_lacks(
+    environment: dict[str, str], is_installed: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "has_modal", lambda: is_installed)
+
+    with pytest.raises(InvalidRequest) as refused:
+        opening.open_provider(settings(provider="modal", **environment), "me")
+
+    assert words in refused.value.detail
+    assert "only-one" not in refused.value.detail

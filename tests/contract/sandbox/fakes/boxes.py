@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,15 +111,21 @@ class FakeProvider(httpx.AsyncBaseTransport):
         code = await box.execute(script)
         return code if box.id in self.boxes else None
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        await request.aread()
-        call = f"{request.method} {request.url.path}"
-        self.calls.append(call)
+    def fault_of(self, call: str) -> Fault | None:
+        """Find what goes wrong with a call, and count it."""
         fault = next((each for each in self.faults if re.search(each.call, call)), None)
         if fault is not None:
             fault.times -= 1
             if fault.times == 0:
                 self.faults.remove(fault)
+        return fault
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await request.aread()
+        call = f"{request.method} {request.url.path}"
+        self.calls.append(call)
+        fault = self.fault_of(call)
+        if fault is not None:
             if fault.hangs:
                 await asyncio.sleep(3600.0)
             if fault.is_lost:
@@ -131,6 +137,10 @@ class FakeProvider(httpx.AsyncBaseTransport):
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         raise NotImplementedError
+
+    def serving(self) -> AbstractAsyncContextManager[str] | None:
+        """Answer at a port, whose URL is given; None for fakes that are asked without sockets."""
+        return None
 
     async def aclose(self) -> None:
         """A provider outlives its clients."""

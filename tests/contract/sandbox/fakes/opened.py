@@ -1,5 +1,6 @@
 """A sandbox service over this machine or a fake provider, asked over HTTP."""
 
+import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,10 @@ FAKES: dict[str, type[FakeProvider]] = {
     "daytona": FakeDaytona,
     "kubernetes": FakeKubernetes,
 }
+if importlib.util.find_spec("modal") is not None:  # the fake is made of the package's own stubs
+    from tests.contract.sandbox.fakes.modal import FakeModal
+
+    FAKES["modal"] = FakeModal
 
 
 def settings_for(provider: str, **fields: Any) -> SandboxSettings:
@@ -34,7 +39,7 @@ def settings_for(provider: str, **fields: Any) -> SandboxSettings:
     if provider != "local":
         usual["warm"] = 0
     if provider not in {"local", "docker"}:
-        usual["key"] = SecretStr(FakeProvider.key)
+        usual["key"] = SecretStr(FAKES[provider].key)
     if provider == "local":
         fields.pop("images", None)
     return SandboxSettings.model_validate(usual | fields)
@@ -48,8 +53,8 @@ async def a_service(
     fake = fake or FAKES.get(provider, FakeProvider)(root)
     monkeypatch.setattr(state_module, "open_boxes", lambda settings, slots: open_boxes(settings, slots, transport=fake))
     async with AsyncExitStack() as stack:
-        if isinstance(fake, FakeKubernetes):
-            fields = {"url": await stack.enter_async_context(fake.serving())} | fields
+        if (serving := fake.serving()) is not None:
+            fields = {"url": await stack.enter_async_context(serving)} | fields
         settings = settings_for(provider, **fields)
         state = await stack.enter_async_context(open_state(settings))
 

@@ -51,7 +51,8 @@ class Relays:
         mates: members that map the image of another one, until that one has received it.
         mapping: those that have no image of their own to pass on.
         gone: those that left; the places of their receivers are not used again.
-        waves: how often the version is passed on until everybody has it.
+        waves: how often the version is passed on until everybody has it, counted when it was announced, or again when
+            fewer are left to pass it on.
     """
 
     sender: str = ""
@@ -139,8 +140,14 @@ class Relays:
             if remain:
                 mates[first] = tuple(remain)
         left = [self.sources[each] for each in gone if each in self.sources and each in self.under_way - self.mapping]
+        fetching = self.under_way - set(gone) - self.mapping
+        # Who is in the group has no source, and passes the version on once it is there.
+        able = {*self.free, *left, *(self.sources.get(each, each) for each in fetching)}
+        num_able = len(able - self.gone - {*gone, self.sender})
+        num_others = len(waiting) + sum(each in self.sources for each in fetching)
         return replace(
             self,
+            waves=max(self.waves, _waves(num_able, num_others) + bool(mates)),
             waiting=waiting,
             free=tuple(each for each in (*left, *self.free) if each not in gone and each not in self.gone),
             under_way=self.under_way - set(gone),

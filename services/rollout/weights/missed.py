@@ -43,6 +43,7 @@ class RelayedPuller(Protocol):
         deadline_seconds: float,
         *,
         checksum: str,
+        image_bytes: int,
         reuse: Reuse | None,
     ) -> Path:
         """Write the verified image into a file of shared memory, or that ``reuse`` gives."""
@@ -118,6 +119,11 @@ class MissedVersions:
         """Fetch a version from the member that passes it on into a file; errors and arguments as of ``pulled``."""
         if self.relayed is None:
             raise NotFound("this rollout cannot be relayed to")
-        deadline = 2 * order.deadline_seconds
-        checksum = order.manifest.checksum
-        return await self.relayed(order.sources, order.version, deadline, checksum=checksum, reuse=reuse)
+        return await self.relayed(
+            order.sources,
+            order.version,
+            2 * order.deadline_seconds,
+            checksum=order.manifest.checksum,
+            image_bytes=order.manifest.image_bytes,
+            reuse=reuse,
+        )

@@ -112,6 +112,7 @@ class WeightPuller:
         deadline_seconds: float,
         *,
         checksum: str,
+        image_bytes: int,
         reuse: Reuse | None = None,
     ) -> Path:
         """Fetch a version from a rollout that passes it on, and from the trainer only if that one fails or stalls.
@@ -120,7 +121,7 @@ class WeightPuller:
             sources: url of this version at the rollout, if any, and at the trainer.
             version: what the urls name, for messages.
             deadline_seconds: for all attempts together.
-            checksum: of the image.
+            checksum, image_bytes: of the image: no memory is taken for one of another size.
             reuse: as of ``__call__``, with its errors.
         """
         client = self._client()
@@ -128,7 +129,7 @@ class WeightPuller:
         origin = self._source(client, url, ServiceKind.TRAINER)
         rollouts: list[Source] = [self._source(client, each, ServiceKind.ROLLOUT) for each in peers]
         spare = origin if rollouts else None
-        pull = _Pull(rollouts or [origin], lambda: ArrivingImage(None, checksum, reuse), spare)
+        pull = _Pull(rollouts or [origin], lambda: ArrivingImage(None, checksum, reuse, image_bytes=image_bytes), spare)
         return await self._run(pull, client, version, deadline_seconds)
 
     async def _run(self, pull: "_Pull", client: httpx.AsyncClient, version: int, deadline_seconds: float) -> Path:

@@ -150,6 +150,7 @@ class ArrivingImage:
         checksum: that it must have; None believes the first source.
         reuse: where it may go instead: memory that was touched before takes a quarter of the processor time.
         on_arrived: called with its progress.
+        image_bytes: size that it must have; None believes the first source, unless the origin announces another.
     """
 
     def __init__(
@@ -158,7 +159,9 @@ class ArrivingImage:
         checksum: str | None,
         reuse: Reuse | None = None,
         on_arrived: OnArrived | None = None,
+        image_bytes: int | None = None,
     ) -> None:
+        self._image_bytes = image_bytes
         self._reuse = reuse
         self._on_arrived = on_arrived
         self._directory = directory
@@ -280,6 +283,9 @@ class ArrivingImage:
                 raise Unavailable(detail) if self._believes else WeightTransferFailed(detail)
             if size < 1:
                 raise WeightTransferFailed(f"{arrival.source.url} announces an image of 0 bytes")
+            if size != (self._image_bytes or size):
+                detail = f"{arrival.source.url} announces an image of {size} bytes, not {self._image_bytes}"
+                raise WeightTransferFailed(detail)
             if self.image is None:
                 self.image = await self._made(size)
                 self.missing.learn(size)

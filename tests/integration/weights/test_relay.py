@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,8 @@ def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 async def relayed(image: WeightImage, *asked: Source) -> bytes:
     """Fetch the image from a member and the trainer; gives its bytes, and leaves no file."""
     pull = WeightPuller(Credentials(TOKEN))
-    path = await pull.relayed([each.url for each in asked], VERSION, PATIENCE, checksum=image.checksum())
+    urls, checksum = [each.url for each in asked], image.checksum()
+    path = await pull.relayed(urls, VERSION, PATIENCE, checksum=checksum, image_bytes=image.image_bytes)
     try:
         return path.read_bytes()
     finally:
@@ -137,6 +139,30 @@ async def test_a_member_without_the_version_or_with_another_one_leaves_it_to_the
             member.server.images.withdraw()
             assert await relayed(image, member, trainer) == image.view
 
+    assert member.spans == []
+
+
+@pytest.mark.parametrize("size", [SIZE // 2 << 20, 3 * SIZE << 20])
+async def test_no_memory_is_taken_for_an_image_of_another_size(
+    image: WeightImage, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    made, create = list[int](), missing_module.create_image
+
+    async def noted(image_bytes: int, **how: Any) -> WeightImage:
+        made.append(image_bytes)
+        return await create(image_bytes, **how)
+
+    monkeypatch.setattr(missing_module, "create_image", noted)
+    with an_image(num_megabytes=SIZE, seed=1) as other:
+        async with sources(monkeypatch, other, image) as (member, trainer):
+            with other.path.open("r+b") as file:
+                file.truncate(size)
+            # It says what it has, under the checksum of the version.
+            member.server.images.publish(VERSION, other.path, image.checksum())
+
+            assert await relayed(image, member, trainer) == image.view
+
+    assert made == [image.image_bytes]
     assert member.spans == []
 
 

@@ -147,6 +147,39 @@ def test_without_anybody_else_the_sender_passes_it_on() -> None:
     assert after(announced(["a"], ["r"]), MemberGone("a"), MemberGone("r")).phase is Phase.COMMITTED
 
 
+def rounds_of(relays: Relays) -> int:
+    """Count how often all that fetch have the version, until nobody waits."""
+    rounds = 0
+    while under_way := relays.under_way:
+        for each in sorted(under_way):
+            relays = relays.received(each)
+        rounds += 1
+    assert not relays.waiting
+    return rounds
+
+
+def test_the_deadline_has_the_waves_that_are_left_where_the_whole_group_is() -> None:
+    """A phase for what is under way, and one for each wave after it."""
+    group, relayed = names("g", 16), names("r", 984)
+    begun = announce(5, 5, MANIFEST, an_epoch(group, relayed))
+    never = after(begun, *(SendFailed(number, "no port is free") for number in (1, 2, 3)))
+    gone = after(announced(group, relayed), *(received(each) for each in group), *(MemberGone(each) for each in group))
+
+    assert begun.relays.waves == 4
+    assert (len(never.members), never.relays.waves) == (984, 7)
+    assert rounds_of(never.relays) <= never.relays.waves + 1
+    # Those that had a source fetch from the sender all at once, as long as it would take in waves from two on.
+    assert (len(gone.relays.under_way), gone.relays.waves) == (2 * 16, 7)
+    assert rounds_of(gone.relays) <= gone.relays.waves + 1
+
+
+def test_a_member_of_many_that_is_gone_costs_no_wave_more() -> None:
+    state = after(announced(names("g", 16), names("r", 984)), *(received(each) for each in names("g", 16)))
+    before = state.relays.waves
+
+    assert after(state, MemberGone("g003"), MemberGone("r001"), MemberGone("r500")).relays.waves == before
+
+
 def test_a_group_that_the_sender_cannot_form_leaves_its_members_to_it() -> None:
     state = announce(5, 5, MANIFEST, an_epoch(["a"], ["r"]))
     for number in (1, 2, 3):

@@ -52,7 +52,7 @@ def open_subscribed(
     status: FeederStatus,
     *,
     source: Callable[[], Experiment | None],
-    has_caught_up: Callable[[], bool],
+    has_caught_up: Callable[[float], bool],
     on_end: Callable[[Experiment], Awaitable[None]],
 ) -> Feeder:
     """Make the feeder of an experiment that trains the groups of another; see ``SubscribedFeeder``."""

@@ -33,7 +33,9 @@ class SubscribedFeeder(Feeder):
 
     Args:
         source: finds the experiment whose groups are taken; None where there is none that can be used.
-        has_caught_up: whether the present trainer has reached the step that was reported for this experiment.
+        has_caught_up: whether the present trainer has reached the step that was reported for this experiment, and has
+            called since a given time of the clock: a stop would find one that hangs, and what it has trained since its
+            last checkpoint would be lost.
         on_end: called, with the source, once that has ended and what it gave does not fill a step.
     """
 
@@ -45,7 +47,7 @@ class SubscribedFeeder(Feeder):
         status: FeederStatus,
         *,
         source: Callable[[], Experiment | None],
-        has_caught_up: Callable[[], bool],
+        has_caught_up: Callable[[float], bool],
         on_end: Callable[[Experiment], Awaitable[None]],
     ) -> None:
         super().__init__(experiment, None, store, clock, status)
@@ -53,6 +55,7 @@ class SubscribedFeeder(Feeder):
         self._has_caught_up = has_caught_up
         self._on_end = on_end
         self._subscribed_at: float | None = None
+        self._over_since: float | None = None
 
     async def feed(self) -> float:
         """Subscribe, however the experiment stands; take one batch while it runs.
@@ -68,16 +71,17 @@ class SubscribedFeeder(Feeder):
             self._subscribed_at = now
         return await super().feed()
 
-    async def _has_planned(self, num_planned: int) -> bool:
+    async def _has_planned(self, num_planned: int, since: float) -> bool:
         """Whether a step has a plan, and was not trained, or not again, as far as the trainer has said.
 
         Args:
             num_planned: groups that were planned and are in no durable checkpoint: one who comes after a trainer that
                 died trains those first.
+            since: when there was nothing more to come.
         """
         if not num_planned:
             return False
-        if not self._has_caught_up():
+        if not self._has_caught_up(since):
             return True
         queue = self._experiment.train.trainer(READER)
         return await queue.load_plan(self._experiment.record.step + 1) is not None
@@ -105,10 +109,13 @@ class SubscribedFeeder(Feeder):
         sharing, after = source.train.sharing, await self._admission.taken_through()
         read = await sharing.read(after, min(room, BATCH))
         if read.reached <= after:
-            # An end stops the trainer before its next step: one that is planned is trained first.
-            if is_over and ledger.outstanding < groups_per_step and not await self._has_planned(ledger.planned):
-                await self._on_end(source)
+            if is_over and ledger.outstanding < groups_per_step:
+                self._over_since = now if self._over_since is None else self._over_since
+                # An end stops the trainer before its next step: one that is planned is trained first.
+                if not await self._has_planned(ledger.planned, self._over_since):
+                    await self._on_end(source)
             return BLOCKED_SECONDS
+        self._over_since = None
         taken = await self._admission.take(read, limit=max(spec.admission_budget, ledger.outstanding + room))
         await sharing.confirm(self._experiment.id, taken.through)
         if (missed := taken.through - after - taken.count) > 0:

@@ -121,10 +121,15 @@ class ExperimentWork:
             self._parts.events.stage(change, experiment.id, "source_ended", source=source.id, state=state, step=step)
             self._parts.commands.stage_stop(change, experiment)
 
-    def _has_caught_up(self, experiment: Experiment) -> bool:
-        """Whether a trainer is there that says to have done as many steps as were ever told."""
+    def _has_caught_up(self, experiment: Experiment, since: float) -> bool:
+        """Whether a trainer is there that says to have done as many steps as were ever told, and has called since.
+
+        One that hangs does not call; it is there until its lease ends, and another one comes after it.
+        """
         trainer = self._parts.registry.trainer_of(experiment.id)
-        if trainer is None or trainer.is_cut_off or trainer.observed.experiment_id != experiment.id:
+        if trainer is None or trainer.is_cut_off or trainer.heard_at < since:
+            return False
+        if trainer.observed.experiment_id != experiment.id:
             return False
         return trainer.observed.step is not None and trainer.observed.step >= experiment.record.step
 

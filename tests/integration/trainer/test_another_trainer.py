@@ -60,7 +60,7 @@ class Pair:
             SystemClock(),
             status,
             source=lambda: self.source,
-            has_caught_up=lambda: True,
+            has_caught_up=lambda _: True,
             on_end=never,
         )
         await feeder.run()

@@ -37,10 +37,17 @@ def subscribing(**changes: Any) -> dict[str, Any]:
 class Rig:
     """A source, a subscriber and its feeder, in memory."""
 
-    def __init__(self, gateway: GatewayState, source: Experiment, taker: Experiment, planes: MemoryPlanes) -> None:
+    def __init__(
+        self,
+        gateway: GatewayState,
+        source: Experiment,
+        taker: Experiment,
+        planes: MemoryPlanes,
+        clock: ManualClock | None = None,
+    ) -> None:
         self.planes = planes
         self.gateway, self.source, self.taker, self.ended = gateway, source, taker, list[str]()
-        self.clock = ManualClock()
+        self.clock = ManualClock() if clock is None else clock
         self.num_scored = self.num_trainers = 0
 
         async def end(experiment: Experiment) -> None:
@@ -52,7 +59,7 @@ class Rig:
             self.clock,
             FeederStatus(),
             source=lambda: gateway.repository.find("tiny-1"),
-            has_caught_up=lambda: ExperimentWork(gateway)._has_caught_up(taker),
+            has_caught_up=lambda since: ExperimentWork(gateway)._has_caught_up(taker, since),
             on_end=end,
         )
 
@@ -87,11 +94,11 @@ class Rig:
 
 
 async def a_rig(**changes: Any) -> Rig:
-    planes = MemoryPlanes()
-    gateway = a_gateway(planes=planes)
+    planes, clock = MemoryPlanes(), ManualClock()
+    gateway = a_gateway(planes=planes, clock=clock)
     source = await add_experiment(gateway)
     document = validate_spec(subscribing(**changes)).model_dump(mode="json")
-    return Rig(gateway, source, await add_experiment(gateway, "taker-1", spec=document), planes)
+    return Rig(gateway, source, await add_experiment(gateway, "taker-1", spec=document), planes, clock)
 
 
 async def upgraded(rig: Rig, *, refuses: str) -> GatewayState:
@@ -210,6 +217,29 @@ async def test_it_does_not_end_before_the_steps_of_a_trainer_that_died_are_train
     assert rig.ended == []
     observed = ObservedState(experiment_id="taker-1", state=WorkState.RUNNING, step=1)
     await say(rig.gateway, again.id, observed)
+    await rig.feeder.feed()
+
+    assert rig.ended == ["tiny-1"]
+
+
+async def test_it_does_not_end_before_a_trainer_that_may_hang_has_spoken_again() -> None:
+    """The stop would find it hanging, and what it has trained since its last checkpoint would be lost."""
+    rig = await a_rig()
+    await rig.feeder.feed()
+    await rig.score(2)
+    await rig.feeder.feed()
+    trainer = rig.taker.train.trainer("trainer")
+    await trainer.take_over()
+    assert await trainer.plan(1, await trainer.hop.claim(2, wait_seconds=0), version=0)
+    service = await rig.trains(step=1)
+    rig.clock.advance(1.0)
+    await rig.end_source()
+
+    for _ in range(3):
+        await rig.feeder.feed()
+        rig.clock.advance(2.0)
+    assert rig.ended == []
+    await say(rig.gateway, service.id, ObservedState(experiment_id="taker-1", state=WorkState.RUNNING, step=1))
     await rig.feeder.feed()
 
     assert rig.ended == ["tiny-1"]

@@ -2,20 +2,25 @@
 
 A step that waits for groups could be shorter by them; getting the devices back makes each step longer. Neither is
 predicted: devices are lent where the wait is long and longer than that takes, and then steps show whether it was right.
+Where the lent rollouts sample nothing, as where each shift ends before an engine has its weights, steps cannot show it:
+they differ by chance. So what those have sampled is looked at, too.
 The judgement begins again with each gateway process, which lends nothing until it has seen some steps.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from typing import Final
 
 from flotilla.shared.config.sections.resources import LendingConfig
 
-MOST_STEPS: Final = 256
+MOST_STEPS: Final = 2048
 REST: Final = 4
 """After lending that did not pay, so many times ``over_steps`` pass until it is tried again."""
+HEARD_SECONDS: Final = 10.0
+"""Of steps, after which at the latest a rollout has told what it sampled before."""
 LENT_SECONDS, BACK_SECONDS = "time/lent_seconds", "time/device_seconds"
 
 
@@ -28,20 +33,22 @@ class LentStep:
         waited: for groups, with or without its devices.
         lent: of it, without them.
         back: until it had them again.
+        sampled: tokens that the lent rollouts had sampled by its end, in all; None where they do not say.
     """
 
     total: float
     waited: float
     lent: float = 0.0
     back: float = 0.0
+    sampled: float | None = None
 
     @classmethod
-    def from_metrics(cls, values: Mapping[str, float]) -> "LentStep | None":
+    def from_metrics(cls, values: Mapping[str, float], sampled: float | None = None) -> "LentStep | None":
         """Read them from a step's metrics; None if these are not there."""
         total, back = values.get("time/step_seconds", 0.0), values.get(BACK_SECONDS, 0.0)
         if total <= 0:
             return None
-        return cls(total + back, values.get("time/wait_seconds", 0.0), values.get(LENT_SECONDS, 0.0), back)
+        return cls(total + back, values.get("time/wait_seconds", 0.0), values.get(LENT_SECONDS, 0.0), back, sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,9 @@ def _while_lent(steps: Sequence[LentStep], before: Verdict, config: LendingConfi
     took, back = median(each.total for each in lent), median(each.back for each in lent)
     usual, away = before.usual_seconds, median(each.lent for each in lent)
     over = replace(before, lends=False, back_seconds=back, is_resting=True)
+    if count := _steps_in_vain(steps, config.over_steps):
+        why = f"they were lent {away:.2f} s in each step, and nothing was sampled there in the last {count} steps"
+        return replace(over, reason=why)
     if away <= back:
         return replace(
             over, reason=f"they were lent {away:.2f} s in each step, and getting them back took {back:.2f} s"
@@ -114,6 +124,16 @@ def _while_lent(steps: Sequence[LentStep], before: Verdict, config: LendingConfi
     return replace(before, reason=why, back_seconds=back)
 
 
+def _steps_in_vain(steps: Sequence[LentStep], over_steps: int) -> int:
+    """Count the last steps in which the lent rollouts sampled nothing; 0 where they did, or too few were seen."""
+    heard, num_lent = 0.0, 0
+    for count, (step, before) in enumerate(pairwise(reversed(steps)), start=1):
+        heard, num_lent = heard + step.total, num_lent + (step.lent > 0)
+        if heard >= HEARD_SECONDS and num_lent >= over_steps:
+            return count if before.sampled is not None and before.sampled == steps[-1].sampled else 0
+    return 0
+
+
 class Lending:
     """What the steps of one experiment say; see ``judge``."""
 
@@ -121,9 +141,15 @@ class Lending:
         self.verdict = Verdict()
         self._steps: deque[LentStep] = deque(maxlen=MOST_STEPS)
 
-    def add_step(self, values: Mapping[str, float], config: LendingConfig) -> None:
-        """Record a step's metrics, if there are times among them, and judge by them."""
-        found = LentStep.from_metrics(values)
+    def add_step(self, values: Mapping[str, float], config: LendingConfig, sampled: float | None = None) -> None:
+        """Record a step's metrics, if there are times among them, and judge by them.
+
+        Args:
+            values: the metrics.
+            config: from when on lending is tried, and over how many steps.
+            sampled: tokens that the lent rollouts have sampled so far; None where they do not say.
+        """
+        found = LentStep.from_metrics(values, sampled)
         if found is None:
             return
         self._steps.append(found)

@@ -72,7 +72,7 @@ async def put_metrics(experiment_id: str, batch: MetricBatch, gateway: Gateway) 
     measured = gateway.measurements.of(experiment)
     measured.add_step(gateway.clock.monotonic(), batch.step, batch.values)
     if (lending := experiment.spec.resources.lending) is not None:
-        measured.lending.add_step(batch.values, lending)
+        measured.lending.add_step(batch.values, lending, gateway.scheduler.lent.sampled(experiment.id))
     return answer
 
 

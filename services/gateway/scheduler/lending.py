@@ -8,12 +8,16 @@ trainer is there, and leaves only for a trainer elsewhere: one that is started a
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Final
 
 from flotilla.services.gateway.records.repository import Experiment, ExperimentRepository
 from flotilla.services.gateway.registry.services import LiveService, Registry
 from flotilla.services.gateway.registry.shifts import holder_of
 from flotilla.services.gateway.scheduler.placement import Placement, WhyLeave
 from flotilla.shared.schemas.service import LENT, ServiceKind
+
+GENERATED: Final = "generated_tokens"
+"""Gauge of a rollout: what its engine has sampled since it began."""
 
 
 class LentDevices:
@@ -56,6 +60,12 @@ class LentDevices:
         if holder_of(experiment.record.device_shift) is ServiceKind.TRAINER:
             return f"the trainer has its devices: {self._why(experiment)}"
         return f"{', '.join(sorted(each.id for each in lent))} has the trainer's devices: {self._why(experiment)}"
+
+    def sampled(self, experiment_id: str) -> float | None:
+        """Count the tokens that an experiment's lent rollouts say to have sampled; None where not all say it."""
+        rollouts = self._registry.of(experiment_id, ServiceKind.ROLLOUT)
+        loads = [each.observed.load for each in rollouts if each.is_lent]
+        return sum(load[GENERATED] for load in loads) if loads and all(GENERATED in load for load in loads) else None
 
     def _lenders(self, service: LiveService) -> list[Experiment]:
         return [each for each in self._lending() if self._suits(service, each)]

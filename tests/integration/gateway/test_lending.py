@@ -23,7 +23,10 @@ from tests.integration.gateway.test_faults import GatewayProcess, started, wait_
 pytestmark = pytest.mark.long
 
 GROUPS = 4
-TASK_SECONDS = 0.1
+TASK_SECONDS = 0.05
+ALONE_SECONDS = 0.75
+"""Of a task at the rollout with devices of its own: a step waits so long for its groups that devices change hands
+meanwhile, on a loaded machine too."""
 
 
 class SlowRollout(ScriptedRollout):
@@ -31,6 +34,7 @@ class SlowRollout(ScriptedRollout):
 
     keeps_devices = False
     """Whether it does not release them."""
+    task_seconds = ALONE_SECONDS
     answered = handed_back = 0
 
     def device(self) -> DeviceReport | None:
@@ -45,7 +49,7 @@ class SlowRollout(ScriptedRollout):
                 continue
             for claim in await hop.claim(1, wait_seconds=0.05):
                 loop, task = asyncio.get_running_loop(), claim.task()
-                end = loop.time() + TASK_SECONDS
+                end = loop.time() + self.task_seconds
                 while self.may_compute and (loop.time() < end or (self.version or 0) < task.min_version):
                     await asyncio.sleep(0.01)
                 if self.may_compute:
@@ -57,7 +61,7 @@ class SlowRollout(ScriptedRollout):
 
 
 class LentRollout(SlowRollout):
-    pool = LENT
+    pool, task_seconds = LENT, TASK_SECONDS
 
 
 class LendingTrainer(ScriptedTrainer):

@@ -114,6 +114,21 @@ async def test_it_leaves_for_a_trainer_that_is_elsewhere_and_stays_while_there_i
     assert leaving.reason == "the trainer whose devices it is lent is on another host now"
 
 
+async def test_what_lent_rollouts_have_sampled_is_known_once_all_of_them_say_it() -> None:
+    gateway, experiment, services = await a_lending_fleet()
+    lent = [await join(gateway), await join(gateway, "lent too")]
+    await gateway.scheduler.reconcile()
+    sampled = gateway.scheduler.lent.sampled
+    assert sampled(experiment.id) is None
+
+    for service_id, count in ((services["rollout"], 100.0), (lent[0], 7.0)):
+        await say(gateway, service_id, ObservedState(experiment_id=experiment.id, load={"generated_tokens": count}))
+    assert sampled(experiment.id) is None
+    await say(gateway, lent[1], ObservedState(experiment_id=experiment.id, load={"generated_tokens": 0.0}))
+
+    assert sampled(experiment.id) == 7.0
+
+
 async def test_without_a_lent_rollout_it_is_said_what_is_missing() -> None:
     gateway, experiment, _ = await a_lending_fleet()
 

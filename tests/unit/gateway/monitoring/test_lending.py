@@ -2,7 +2,7 @@
 
 import pytest
 
-from flotilla.services.gateway.monitoring.lending import REST, Lending, LentStep, Verdict, judge
+from flotilla.services.gateway.monitoring.lending import HEARD_SECONDS, REST, Lending, LentStep, Verdict, judge
 from flotilla.shared.config.sections.resources import LendingConfig
 
 CONFIG = LendingConfig(when_waiting=0.5, over_steps=3)
@@ -91,6 +91,38 @@ def test_lending_that_does_not_pay_ends_and_rests(step: LentStep, words: str) ->
     assert words in ended.reason
     assert after(*[WAITING] * (3 * REST - 1), before=ended) == ended
     assert after(*[WAITING] * 3 * REST, before=ended).lends
+
+
+def lent_steps(num: int, seconds: float, sampled: float | None, more: float = 0.0, lent: float = 0.3) -> list[LentStep]:
+    """Steps that are shorter than those before, of whose lent rollouts each samples some tokens more, or none."""
+    return [
+        LentStep(seconds, 0.5, lent, 0.1, None if sampled is None else sampled + more * number) for number in range(num)
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.4, 2.5])
+def test_lending_in_which_nothing_is_sampled_ends_though_steps_are_shorter(seconds: float) -> None:
+    """Where every shift ends before an engine has its weights, a step is shorter by chance, if it is."""
+    num = 1 + max(3, round(HEARD_SECONDS / seconds))
+    steps = lent_steps(num, seconds, 7.0)
+
+    assert after(*steps[1:], before=LENDING).lends, "what was said before them is not known"
+    ended = after(*steps, before=LENDING)
+    assert (ended.lends, ended.is_resting) == (False, True)
+    assert (
+        ended.reason == f"they were lent 0.30 s in each step, and nothing was sampled there in the last {num - 1} steps"
+    )
+    assert not after(*lent_steps(50, seconds, 0.0, more=5.0), *steps, before=LENDING).lends, "it did before"
+
+
+def test_lending_in_which_something_is_sampled_goes_on_and_so_does_one_of_which_nobody_says_it() -> None:
+    assert after(*lent_steps(30, 1.0, 0.0, more=1.0), before=LENDING).lends
+    assert after(*lent_steps(30, 1.0, None), before=LENDING).lends
+    # An engine that died and began again counts from 0.
+    assert after(*lent_steps(5, 1.0, 100.0), *lent_steps(5, 1.0, 0.0), before=LENDING).lends
+    # Few of many steps lent anything.
+    rarely = [*lent_steps(2, 1.0, 0.0), *lent_steps(20, 1.0, 0.0, lent=0.0)]
+    assert after(*rarely, before=LENDING).lends
 
 
 def test_steps_count_from_the_last_change_on() -> None:

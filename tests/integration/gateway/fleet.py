@@ -48,6 +48,7 @@ from flotilla.shared.schemas.service import (
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.service.membership import Membership
 from flotilla.shared.streams.hop import HopName, StreamsConfig, holder_name
+from flotilla.shared.streams.plans import Plan
 from flotilla.shared.streams.redis.connection import connect
 from flotilla.shared.streams.redis.plane import RedisDataPlane
 from flotilla.shared.testing.builders import a_group, graded
@@ -382,8 +383,10 @@ class ScriptedTrainer(Scripted):
     async def _steps(self, experiment_id: str, queue: Any, spec: Any) -> None:
         assert self.step is not None
         size = spec["optimisation"]["groups_per_mini_batch"]
+        done = set[int]()
         # A checkpoint follows each step here, so the lineage says where to go on.
-        while await queue.lineage(self.step + 1) is not None:
+        while (before := await queue.lineage(self.step + 1)) is not None:
+            done |= set(before.group_ids)
             self.step += 1
         while self.step < spec["optimisation"]["steps"]:
             step, version = self.step + 1, self.step + self.versions_ahead
@@ -391,20 +394,44 @@ class ScriptedTrainer(Scripted):
                 await asyncio.sleep(0.02)
             plan = await queue.load_plan(step)
             if plan is None:
-                claims: list[Any] = []
-                while len(claims) < size:
-                    claims += await queue.hop.claim(size - len(claims), wait_seconds=0.2)
-                assert await queue.plan(step, claims, version)
-                self.trained.append(tuple(claim.header.group_id for claim in claims))
-                self.lags += [version - claim.header.oldest_version for claim in claims]
+                plan = await self._planned(queue, step, version, size, done)
+            done |= set(plan.group_ids)
             await self.take_turn()
             await asyncio.sleep(self.step_seconds)
             await self.publish(experiment_id, version + 1, step)
             await queue.commit([step])
+            await queue.record([plan])
             self.step, self.version = step, version + 1
             body = {"step": step, "version": version + 1, "values": self.figures(step)}
             await self._call("POST", f"/v1/experiments/{experiment_id}/metrics", body=body)
             self.end_turn()
+        # What was trained and has not come again would end as dropped.
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (await self.plane(Lane.TRAIN).ledger()).trained < len(done):
+                for claim in await queue.hop.claim(size, wait_seconds=0.2):
+                    is_done = claim.header.group_id in done
+                    await (queue.resolve_already_trained(claim) if is_done else queue.hop.hand_back(claim))
+
+    async def _planned(self, queue: Any, step: int, version: int, size: int, done: set[int]) -> Plan:
+        """Plan a step as a trainer does (``source.py``): a server that has lost the end of its log delivers again what
+        is held here, and what was trained.
+        """
+        ready: dict[int, Any] = {}
+        while True:
+            while len(ready) < size:
+                for claim in await queue.hop.claim(size - len(ready), wait_seconds=0.2):
+                    if claim.header.group_id in done:
+                        await queue.resolve_already_trained(claim)
+                    else:
+                        ready[claim.header.group_id] = claim
+            claims = list(ready.values())
+            if await queue.plan(step, claims, version):
+                self.trained.append(tuple(ready))
+                self.lags += [version - claim.header.oldest_version for claim in claims]
+                return Plan.of(step, claims, version)
+            lost = {claim.header.group_id for claim in await queue.hop.renew(claims)}
+            for group_id in lost or list(ready):
+                del ready[group_id]
 
     def figures(self, step: int) -> dict[str, float]:
         """What it reports of a step."""

@@ -16,7 +16,11 @@ number of services, every time from the moment that a request is sent:
 - *start*: how long a gateway takes to start where an experiment has published 4,000 versions, and one;
 - CPU of the gateway in per cent of one core while nothing changes, and its memory.
 
-``python -m benchmarks.scale [--quick] [--services 10,100,1000] [--tasks 10000] [--seconds 10] [--json FILE]``
+In the end each line that a fleet shall keep is said with what was measured, and whether it is kept: a publication costs
+the gateway at most ``PUBLICATION_BAR_SECONDS`` of CPU to ``BAR_MEMBERS``, and per member no more at more members; a
+start after 4,000 publications takes less than ``START_BAR_SECONDS``.
+
+``python -m benchmarks.scale [--quick] [--services 10,100,202,1000] [--tasks 10000] [--seconds 10] [--json FILE]``
 """
 
 import argparse
@@ -28,7 +32,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +61,12 @@ TENSORS = 30
 PUBLISHED = 4000
 PUBLICATION_BAR_SECONDS = 1.0
 """Of the gateway's CPU for a publication to 200 rollouts."""
-BAR_SERVICES = 200
+BAR_MEMBERS = 200
+START_BAR_SECONDS = 2.0
+LINEAR_FROM = 100
+"""Below, what a publication costs whoever it goes to outweighs what it costs for each."""
+SHARE_OF_NOISE = 0.1
+"""What one number of services may cost more per member than a smaller one: processor times differ so much."""
 PATIENCE_SECONDS = 300.0
 
 
@@ -356,18 +365,67 @@ def quantile(ordered: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered)) - 1))]
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something that a fleet shall keep, as measured; None: it was not measured."""
+
+    what: str
+    found: str
+    is_kept: bool | None
+
+
+def lines_of(results: list[dict[str, Any]], starts: dict[int, float]) -> list[Line]:
+    """Judge what was measured.
+
+    Args:
+        results: of ``measure``, by number of services in ascending order.
+        starts: seconds of a start, by number of publications.
+    """
+    cpu = {each["services"]: each["publication_cpu_seconds"] for each in results}
+    enough = {number: seconds for number, seconds in cpu.items() if number - 2 >= BAR_MEMBERS}
+    # Of more members where that number was not measured: they cost more.
+    at_bar = min(enough) if enough else None
+    per_member = {number: seconds / (number - 2) for number, seconds in cpu.items() if number >= LINEAR_FROM}
+    first, *others = list(per_member.values()) or [0.0]
+    published, took = max(starts.items())
+    return [
+        Line(
+            f"a publication to {BAR_MEMBERS} members takes at most {PUBLICATION_BAR_SECONDS:g} s of the gateway's CPU",
+            "not measured" if at_bar is None else f"{cpu[at_bar]:g} s to {at_bar - 2}",
+            _is_at_most(cpu, at_bar),
+        ),
+        Line(
+            f"a publication costs no more per member where there are more, from {LINEAR_FROM} services on",
+            ", ".join(f"{1e3 * each:.2f} ms of {number - 2}" for number, each in per_member.items()) or "not measured",
+            all(each <= first * (1 + SHARE_OF_NOISE) for each in others) if others else None,
+        ),
+        Line(
+            f"a start after {PUBLISHED} publications takes less than {START_BAR_SECONDS:g} s",
+            f"{took:g} s after {published}, {starts[min(starts)]:g} s after {min(starts)}",
+            took < START_BAR_SECONDS if published >= PUBLISHED else None,
+        ),
+    ]
+
+
+def _is_at_most(cpu: dict[int, float], at: int | None) -> bool | None:
+    if at is None or (cpu[at] > PUBLICATION_BAR_SECONDS and at - 2 > BAR_MEMBERS):
+        return None
+    return cpu[at] <= PUBLICATION_BAR_SECONDS
+
+
 def main() -> None:
     """Measure every number of services and print one line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="10 and 100 services, one change each way")
-    parser.add_argument("--services", help="numbers of services, separated by commas (10,100,1000)")
+    parser.add_argument("--services", help="numbers of services, separated by commas (10,100,202,1000)")
     parser.add_argument("--tasks", type=int, default=TASKS, help="tasks that are outstanding meanwhile")
     parser.add_argument("--seconds", type=float, default=PUSH_SECONDS, help="time without a change")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     numbers = [
-        int(each) for each in (arguments.services or ("10,100" if arguments.quick else "10,100,1000")).split(",")
+        int(each) for each in (arguments.services or ("10,100" if arguments.quick else "10,100,202,1000")).split(",")
     ]
+    began = time.monotonic()
     results = []
     for number in numbers:
         with tempfile.TemporaryDirectory(prefix="scale-") as directory:
@@ -381,21 +439,23 @@ def main() -> None:
     names = ("change_p99_seconds", "push_p99_seconds", "publication_cpu_seconds", "cpu_percent", "memory_megabytes")
     # What was too little to measure has no growth.
     growth = {name: round(results[-1][name] / results[0][name], 2) if results[0][name] else None for name in names}
-    print(f"start after {num_published} publications: {starts[num_published]} s, after one: {starts[1]} s")
-    for each in results:
-        per_bar = each["publication_cpu_seconds"] * BAR_SERVICES / max(BAR_SERVICES, each["services"])
-        is_within = per_bar <= PUBLICATION_BAR_SECONDS
-        cpu = each["publication_cpu_seconds"]
-        print(f"a publication to {each['services'] - 2} rollouts: {cpu} s of the gateway's CPU; within: {is_within}")
+    lines = lines_of(results, starts)
+    for line in lines:
+        kept = {True: "kept", False: "NOT KEPT", None: "not measured"}[line.is_kept]
+        print(f"{kept}: {line.what}: {line.found}")
     reached = results[-1]["worst_change_reaches_99_percent_seconds"] <= BAR_SECONDS
     print(f"from {numbers[0]} to {numbers[-1]} services: {json.dumps(growth)}; within {BAR_SECONDS:g} s: {reached}")
+    print(f"all of it took {time.monotonic() - began:.0f} s")
     if arguments.json:
+        written = {
+            "results": results,
+            "growth": growth,
+            "reached": reached,
+            "start_seconds": starts,
+            "lines": [asdict(line) for line in lines],
+        }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(
-            json.dumps({"results": results, "growth": growth, "reached": reached, "start_seconds": starts}, indent=2)
-            + "\n",
-            encoding="utf-8",
-        )
+        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def write(checkpoint: StoredCheckpoint, output: Path, key: Path) -> Head:
         step=checkpoint.step,
         version=checkpoint.state.version,
         lineage=checkpoint.state.lineage,
-        num_groups=sum(last - first + 1 for first, last in checkpoint.state.trained),
+        num_groups=checkpoint.state.num_trained,
         files={name: _sha256_of(checkpoint, name) for name in sorted({*checkpoint.state.files, STATE_FILE})},
         spec_sha256=_of_json(checkpoint.state.spec),
         graders=graders_of(validate_spec(checkpoint.state.spec)),

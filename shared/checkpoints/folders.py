@@ -36,9 +36,23 @@ AVERAGE = "average.safetensors"
 READ_BYTES = 8 << 20
 FIXED_WEIGHTS = (("model", "path"), ("model", "dtype"), ("model", "lora"))
 """Settings that determine the tensors of a checkpoint."""
-LATER_KEYS = ("changes", "reward_moments", "curriculum")
+LATER_KEYS = ("changes", "reward_moments", "curriculum", "closed")
 """Keys of the state that an earlier release refuses: they are written where they hold something."""
 _COMPLETE = pattern(r"step-(\d{8})")
+
+
+class ClosedIds(Described):
+    """Ids that count as trained in a checkpoint, whatever became of their groups: none of them comes again.
+
+    Where many groups are filtered, each run of them would be two intervals more of what was trained.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    below: int = Field(ge=0)
+    """Of ids lower than this it is not known any more which were trained."""
+    untrained: int = Field(ge=0)
+    """How many of those that count as trained were not."""
 
 
 class CheckpointState(Described):
@@ -62,7 +76,7 @@ class CheckpointState(Described):
     updates: int = Field(ge=0)
     """Optimiser updates done."""
     trained: list[list[int]]
-    """Ids of all groups trained in this lineage, as closed intervals."""
+    """Ids of all groups trained in this lineage, as closed intervals; and those that ``closed`` says."""
     seed: int
     """What the losses draw in a step is seeded by this and the step's number: no generator's state needs keeping."""
     kl_coefficient: float | None
@@ -80,8 +94,16 @@ class CheckpointState(Described):
     """Number, mean and variance of all rewards so far, where advantages compare with them."""
     curriculum: CurriculumState | None = None
     """What was known of the rows of a curriculum when the version began, see there."""
+    closed: ClosedIds | None = None
+    """Ids that ``trained`` has though not all of their groups were; null where it has none."""
     checksums: Mapping[PlainName, str] = {}
     """xxh3-64 of each file; empty where an earlier release wrote it."""
+
+    @property
+    def num_trained(self) -> int:
+        """How many groups this lineage has trained."""
+        listed = sum(last - first + 1 for first, last in self.trained)
+        return listed - (0 if self.closed is None else self.closed.untrained)
 
     def to_text(self) -> str:
         """Write it as the file has it: an earlier release reads it wherever no later key holds anything."""

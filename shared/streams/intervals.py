@@ -1,12 +1,13 @@
 """Sets of dense integers as a short list of intervals.
 
 Group ids are dense in issue order, so the ids that a checkpoint's lineage has trained form few intervals, however
-many they are; where groups are filtered there are as many as runs of these. Copies and unions of what grew at its end,
-as each checkpoint makes them, take no step of the interpreter for each interval.
+many they are; where groups are filtered there are as many as runs of these, until what lies between them is closed.
+Copies and unions of what grew at its end, as each checkpoint makes them, take no step of the interpreter for each
+interval.
 """
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 
@@ -36,6 +37,11 @@ class IntervalSet:
                 made._ends.append(end)
         return made
 
+    @property
+    def num_intervals(self) -> int:
+        """How many intervals it is kept as."""
+        return len(self._starts)
+
     def copy(self) -> "IntervalSet":
         """Make another set of the same integers."""
         made = IntervalSet()
@@ -49,6 +55,16 @@ class IntervalSet:
     def add(self, value: int) -> None:
         """Add one integer."""
         self.add_interval(value, value)
+
+    def close_below(self, bound: int) -> int:
+        """Add what lies between intervals that end below ``bound``; count what this added."""
+        last = bisect_left(self._ends, bound)
+        if last < 2:
+            return 0
+        start, end = self._starts[0], self._ends[last - 1]
+        before = sum(self._ends[:last]) - sum(self._starts[:last]) + last
+        self._starts[:last], self._ends[:last] = array("q", [start]), array("q", [end])
+        return end - start + 1 - before
 
     def add_many(self, values: Iterable[int]) -> None:
         """Add integers in any order."""

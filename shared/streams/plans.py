@@ -17,6 +17,9 @@ from flotilla.shared.streams.hop import FENCED, Claim, Hop, Resolution
 LOST_WITH_CHECKPOINT = "lost_with_checkpoint"
 """Why a group is dropped that only weights were trained with, or sampled by, which no surviving checkpoint leads to."""
 
+ENDED_BEFORE = "ended_before"
+"""Why a group is dropped that came again after it had ended, of which nobody knows any more whether it was trained."""
+
 WORKERS_PER_EPOCH = 1_000_000
 """A trainer's incarnation is its epoch, how often a trainer was assigned, times this, and the number of its worker."""
 
@@ -238,6 +241,14 @@ class TrainerQueue(Protocol):
 
     async def retained(self) -> Retained:
         """Measure the scored stream."""
+        ...
+
+    async def lowest_open(self) -> int:
+        """Find the lowest id of a group that is outstanding or planned, or else the next to be issued.
+
+        Where this experiment's own groups are trained, whose ids rise from issue to issue, no lower one comes any more;
+        but to a server that goes back to a state of before this call.
+        """
         ...
 
     async def resolve_already_trained(self, claim: Claim) -> bool:

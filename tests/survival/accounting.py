@@ -96,9 +96,12 @@ async def account(client: GatewayClient, experiment_id: str, directory: Path, *,
     view = await client.call("GET", base, deadline_seconds=30)
     spec = validate_spec(view["spec"])
     ledger = (await client.call("GET", f"{base}/ledger", deadline_seconds=30))["train"]
-    in_checkpoint, steps, lost_versions = newest_checkpoint(Path(view["directory"]))
+    listed, steps, lost_versions, closed = newest_checkpoint(Path(view["directory"]))
     plans = [plan for step in range(1, steps + 1) if (plan := await _plan(client, base, step)) is not None]
     lineage = Counter(group_id for plan in plans for group_id in plan["group_ids"])
+    # Of those that were closed the lineage says which were trained, and the checkpoint how many.
+    in_checkpoint = {each for each in listed if each >= closed["below"] or each in lineage}
+    is_counted = len(listed) - len(in_checkpoint) == closed["untrained"]
     max_lag = spec.asynchrony.resolved_max_lag
     lags = [(lag_of(plan, lost_versions), len(plan["group_ids"])) for plan in plans]
     reasons = {kind: dict(ledger[kind]) for kind in REASONED}
@@ -114,7 +117,7 @@ async def account(client: GatewayClient, experiment_id: str, directory: Path, *,
         trained=ledger["trained"],
         lost=ledger["issued"] - resolved,
         trained_twice=sum(count - 1 for count in lineage.values()),
-        is_lineage_checkpoint=in_checkpoint == set(lineage) and len(in_checkpoint) == ledger["trained"],
+        is_lineage_checkpoint=is_counted and in_checkpoint == set(lineage) and len(in_checkpoint) == ledger["trained"],
         balanced=ledger["balanced"],
         reasons=reasons,
         over_max_lag_groups=sum(count for lag, count in lags if lag > max_lag),
@@ -127,16 +130,18 @@ async def account(client: GatewayClient, experiment_id: str, directory: Path, *,
     )
 
 
-def newest_checkpoint(directory: Path) -> tuple[set[int], int, IntervalSet]:
+def newest_checkpoint(directory: Path) -> tuple[set[int], int, IntervalSet, Mapping[str, int]]:
     """Read the newest checkpoint of an experiment's directory.
 
     Returns:
-        The groups that it contains, its step, and the numbers of versions that were lost on the way to it.
+        The groups that it lists as trained, its step, the numbers of versions that were lost on the way to it, and
+        what it says of those that it lists whether they were trained or not.
     """
     newest = max((directory / "checkpoints").glob("step-*"))
     state = json.loads((newest / "state.json").read_text())
     trained = IntervalSet.from_list(state["trained"])
-    return set(trained), int(state["step"]), IntervalSet.from_list(state.get("lost_versions", []))
+    closed = state.get("closed") or {"below": 0, "untrained": 0}
+    return set(trained), int(state["step"]), IntervalSet.from_list(state.get("lost_versions", [])), closed
 
 
 def lag_of(plan: Mapping[str, Any], lost_versions: Iterable[int]) -> int:

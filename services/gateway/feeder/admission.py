@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from flotilla.shared.errors import DataError
 from flotilla.shared.streams.ledger import Ledger
+from flotilla.shared.streams.plans import ENDED_BEFORE
 
 
 def groups_left(ledger: Ledger, *, steps: int, groups_per_step: int) -> int:
@@ -80,6 +81,7 @@ def check_taken(ledger: Ledger, num_rows: int) -> None:
     refused = Counter[str]()
     for reasons in (ledger.filtered, ledger.dropped, ledger.failed):
         refused.update(reasons)
+    del refused[ENDED_BEFORE]  # says nothing of the group
     if not ledger.planned and not ledger.trained and refused.total() >= num_rows:
         said = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
         raise DataError(f"none of {num_rows} groups could be trained: {said}")

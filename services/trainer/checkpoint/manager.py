@@ -38,6 +38,7 @@ from flotilla.shared.checkpoints.folders import (
     OPTIMIZER,
     VERSIONS,
     CheckpointState,
+    ClosedIds,
     StoredCheckpoint,
     check_files,
     differences,
@@ -101,12 +102,13 @@ class Progress:
 
     Attributes:
         step: steps done.
-        trained: ids of all groups trained in this lineage.
+        trained: ids of all groups trained in this lineage, and those that were closed.
         totals: figures that grow over the experiment.
         lineage: names the groups of every step, in order.
         recent: plans of the last steps, oldest first.
         changes: live changes of the spec that are known, oldest first.
         curriculum: what the gateway knows of the rows of a curriculum; None without one.
+        closed: which ids ``trained`` has whatever became of their groups; None where it has none.
     """
 
     step: int
@@ -116,6 +118,7 @@ class Progress:
     recent: tuple[Plan, ...] = ()
     changes: tuple[LiveChange, ...] = ()
     curriculum: CurriculumState | None = None
+    closed: ClosedIds | None = None
 
     @classmethod
     def start(cls) -> "Progress":
@@ -128,6 +131,12 @@ class Progress:
         self.trained.add_many(plan.group_ids)
         self.lineage = follow(self.lineage, plan.step, plan.group_ids)
         self.recent = (*self.recent, plan)[-RECENT_STEPS:]
+
+    def close(self, below: int) -> None:
+        """Keep no longer which groups below an id were trained: none of them comes again."""
+        if added := self.trained.close_below(below):
+            untrained = added + (0 if self.closed is None else self.closed.untrained)
+            self.closed = ClosedIds(below=below, untrained=untrained)
 
 
 @dataclass(frozen=True)
@@ -249,6 +258,7 @@ class CheckpointManager:
             recent=[asdict(replace(plan, entry_ids=())) for plan in progress.recent],
             updates=learner.optimizer.updates,
             trained=trained,
+            closed=progress.closed,
             seed=learner.spec.seed,
             kl_coefficient=learner.kl_coefficient,
             totals=progress.totals.to_dict(),
@@ -384,7 +394,9 @@ def restored_from(
         published_step = min(state.version * spec.steps_per_version, stored.step)
     recent = tuple(map(Plan.from_wire, state.recent))
     trained = IntervalSet.from_list(state.trained)
-    progress = Progress(stored.step, trained, totals, state.lineage, recent, state.changes, state.curriculum)
+    progress = Progress(
+        stored.step, trained, totals, state.lineage, recent, state.changes, state.curriculum, state.closed
+    )
     return Restored(
         learner, progress, Published(state.version, published_step), IntervalSet.from_list(state.lost_versions)
     )

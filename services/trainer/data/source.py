@@ -25,7 +25,7 @@ from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.trajectory import NO_VERSION, GradeStatus, Group
 from flotilla.shared.streams.hop import REDUNDANT, STALE, Claim, Resolution
 from flotilla.shared.streams.intervals import IntervalSet
-from flotilla.shared.streams.plans import LOST_WITH_CHECKPOINT, Plan, TrainerQueue
+from flotilla.shared.streams.plans import ENDED_BEFORE, LOST_WITH_CHECKPOINT, Plan, TrainerQueue
 
 log = logging.getLogger(__name__)
 
@@ -176,12 +176,17 @@ class GroupSource:
         self._plans: dict[int, Plan] = {}
         self._already_trained: list[Claim] = []
         self._durable = trained.copy()
+        self._closed_below = 0
         self._changed = asyncio.Event()
         self._is_awaited = asyncio.Event()
 
     def bound_lag(self, max_lag: int) -> None:
         """Refuse tokens that are more than so many versions older than the one being trained, from now on."""
         self._requirements = replace(self._requirements, max_lag=max_lag)
+
+    def close(self, below: int) -> None:
+        """Know from now on of groups below an id only that they have ended, not that they were trained."""
+        self._closed_below = below
 
     @property
     def num_ready(self) -> int:
@@ -361,6 +366,12 @@ class GroupSource:
         if claim.header.group_id not in self._durable:
             # It counts as trained once a checkpoint contains it: until then a crash may still undo it.
             self._already_trained.append(claim)
+            return
+        if claim.header.group_id < self._closed_below:
+            # Were it counted as trained, fewer would be issued than the steps to come need.
+            log.info("group has ended before", extra={"group_id": claim.header.group_id})
+            self._totals.dropped_groups += 1
+            await self._resolve(claim, Resolution.DROPPED, ENDED_BEFORE)
             return
         log.info("group was trained already", extra={"group_id": claim.header.group_id})
         await retry(partial(self._queue.resolve_already_trained, claim), waiting_for=DATA_PLANE)

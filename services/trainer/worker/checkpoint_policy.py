@@ -16,6 +16,7 @@ exists; whoever makes the next checkpoint waits for the one before.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from flotilla.shared.net.retry import DATA_PLANE, retry
 from flotilla.shared.schemas.experiment import CheckpointView
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.streams.intervals import IntervalSet
-from flotilla.shared.streams.plans import TrainerQueue
+from flotilla.shared.streams.plans import RECENT_STEPS, TrainerQueue
 
 Answer = TypeVar("Answer")
 
@@ -186,6 +187,10 @@ class CheckpointWriter:
         self._reporter.checkpoint(view)
         log.info("checkpoint is durable", extra={"step": view.step, "path": view.path})
 
+    def close(self, below: int) -> None:
+        """Note that ids below count as trained; see ``GroupSource.close``."""
+        self._source.close(below)
+
     async def commit(self, until: int, trained: IntervalSet, steps: Sequence[int] | None = None) -> None:
         """Make steps final; see ``GroupSource.commit``."""
         await self._source.commit(until, trained, steps)
@@ -209,6 +214,8 @@ log = logging.getLogger(__name__)
 LAST_ATTEMPTS = 10
 PAUSE_SECONDS = 1.0
 SETTLE_SECONDS = 3.0
+MOST_INTERVALS = 1024
+"""Intervals of trained ids, after which those that can come no more become one: some 30 kB of a checkpoint."""
 CROWDED = "planned groups leave no room for another step's"
 
 
@@ -242,6 +249,8 @@ class CheckpointPolicy:
         self._writer = writer
         self._early, self._retained_bytes = 0, 0.0
         self._figures: dict[int, float] = {}
+        self._seen_open: tuple[int, int] | None = None
+        """A step, and the lowest id of a group that might still have been trained after it."""
 
     async def run(self) -> None:
         """Write what is copied, until cancelled. Errors as of ``CheckpointWriter``."""
@@ -256,6 +265,9 @@ class CheckpointPolicy:
         if self.progress.step:
             await self._commit()
             await retry(partial(self._queue.record, self.progress.recent), waiting_for=DATA_PLANE)
+        if self.progress.closed is not None:
+            self._writer.close(self.progress.closed.below)
+        await self._close_ended()
 
     @property
     def is_durable(self) -> bool:
@@ -298,6 +310,7 @@ class CheckpointPolicy:
             # It may have made room, or failed.
             if not await self._is_due():
                 return
+        await self._close_ended()
         late = self._late_steps
         if late < 0:
             self._tell_of_early(CROWDED)
@@ -310,6 +323,25 @@ class CheckpointPolicy:
     async def _is_due(self) -> bool:
         is_crowded = await self._is_crowded()
         return (self._late_steps >= 0 or is_crowded) and self._is_at_version
+
+    async def _close_ended(self) -> None:
+        """Shorten the list of what was trained where it is long, by what can come no more.
+
+        What that was is asked some steps before: a server that came back from its log has lost fewer.
+        """
+        progress = self.progress
+        # Groups of another experiment come in an order of their own.
+        if progress.trained.num_intervals <= MOST_INTERVALS or self._learner.spec.data.subscribes_to is not None:
+            return
+        if self._seen_open is not None:
+            step, below = self._seen_open
+            if progress.step < step + RECENT_STEPS:
+                return
+            progress.close(below)
+            if progress.closed is not None:
+                self._writer.close(progress.closed.below)
+        with contextlib.suppress(Unavailable):
+            self._seen_open = progress.step, await self._queue.lowest_open()
 
     async def _is_copied(self) -> bool:
         """Copy the state, to be written beside the next steps; False where memory is too short for that."""

@@ -134,6 +134,11 @@ class MemoryTrainerQueue:
         planned = self._store.counters.get("planned", 0)
         return Retained(self._stream.size_bytes(), self._store.stream_bytes, len(self._stream.entries), planned)
 
+    async def lowest_open(self) -> int:
+        """See ``TrainerQueue.lowest_open``."""
+        planned = [group_id for plan in self._store.plans.values() for group_id in plan.group_ids]
+        return min([self._store.next_group_id, *self._store.outstanding, *planned])
+
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""
         return await self.hop.resolve(claim, Resolution.TRAINED, "already_trained")

@@ -110,6 +110,10 @@ class RedisTrainerQueue:
         size_bytes, bound_bytes, entries, planned = await self._runner.run("retained", keys)
         return Retained(size_bytes, None if bound_bytes < 0 else bound_bytes, entries, planned)
 
+    async def lowest_open(self) -> int:
+        """See ``TrainerQueue.lowest_open``."""
+        return int(await self._runner.run("lowest_open", [self._keys.outstanding, self._keys.state, self._keys.plans]))
+
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""
         return await self.hop.resolve(claim, Resolution.TRAINED, "already_trained")

@@ -286,6 +286,27 @@ async def test_what_only_a_checkpoint_removes_from_the_scored_stream_is_measured
     assert 0 < after.size_bytes <= found.size_bytes
 
 
+async def test_the_lowest_group_that_may_still_be_trained_is_found(plane: DataPlane) -> None:
+    trainer = await a_trainer(plane)
+    assert await trainer.lowest_open() == 0
+    await scored(plane, 12)  # of two digits: ids are compared as numbers
+    claims = await trainer.hop.claim(12, wait_seconds=0)
+    assert await trainer.lowest_open() == 0
+
+    assert await trainer.plan(1, claims[:2], version=0)
+    assert await trainer.hop.resolve(claims[2], Resolution.FILTERED, "too_long")
+    assert await trainer.lowest_open() == 0, "what is planned may be replayed"
+    await trainer.commit([1])
+    assert await trainer.lowest_open() == 3
+    assert await trainer.plan(2, claims[3:10], version=0)
+    await trainer.commit([2])
+    assert await trainer.lowest_open() == 10
+    assert await trainer.plan(3, claims[10:], version=0)
+    assert await trainer.lowest_open() == 10
+    await trainer.commit([3])
+    assert await trainer.lowest_open() == 12
+
+
 async def steps_of(plane: DataPlane, *sizes: int) -> TrainerQueue:
     """Plan one step after the other, step ``n`` under version ``n - 1``, of so many groups each."""
     await scored(plane, sum(sizes))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scale import quantile
+from benchmarks.scale import lines_of, quantile
 from benchmarks.streams import median_ratio
 from flotilla.shared.errors import NotFound
 from flotilla.shared.streams.intervals import IntervalSet
@@ -74,6 +74,17 @@ async def test_a_run_too_short_to_compare_lengths_says_so(tmp_path: Path) -> Non
     assert (await accounted(gateway, tmp_path)).slowest_over_fastest is None
 
 
+@pytest.mark.parametrize(("untrained", "is_sound"), [(1, True), (2, False)])
+async def test_of_a_list_that_was_shortened_the_lineage_says_which_were_trained(
+    tmp_path: Path, untrained: int, is_sound: bool
+) -> None:
+    gateway = a_run(tmp_path)
+    state = {"step": 3, "trained": [[0, 12]], "closed": {"below": 9, "untrained": untrained}}
+    (tmp_path / "checkpoints" / "step-3" / "state.json").write_text(json.dumps(state))
+
+    assert (await accounted(gateway, tmp_path)).is_sound is is_sound
+
+
 async def test_a_group_without_a_reason_is_lost(tmp_path: Path) -> None:
     found = await accounted(a_run(tmp_path, dropped={"experiment_ended": 1}), tmp_path)
 
@@ -124,7 +135,7 @@ def test_the_newest_checkpoint_is_read(tmp_path: Path) -> None:
         state = {"step": step, "trained": [[0, step - 1]], "lost_versions": [[9, 10]]}
         (folder / "state.json").write_text(json.dumps(state))
 
-    assert newest_checkpoint(tmp_path) == (set(range(12)), 12, IntervalSet([9, 10]))
+    assert newest_checkpoint(tmp_path) == (set(range(12)), 12, IntervalSet([9, 10]), {"below": 0, "untrained": 0})
 
 
 def test_numbers_of_lost_versions_make_no_lag() -> None:
@@ -165,3 +176,17 @@ async def test_the_report_says_what_happened(tmp_path: Path) -> None:
 def test_quantiles_and_ratios_are_of_what_was_measured() -> None:
     assert [quantile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 2.0, 4.0, 4.0]
     assert median_ratio([1.0, 8.0, 3.0], [2.0, 2.0, 3.0]) == 1.0
+
+
+def test_what_a_fleet_shall_keep_is_judged_by_what_was_measured() -> None:
+    def kept(starts: dict[int, float], **cpu: float) -> list[bool | None]:
+        results = [{"services": int(name[1:]), "publication_cpu_seconds": each} for name, each in cpu.items()]
+        return [line.is_kept for line in lines_of(results, starts)]
+
+    starts = {1: 1.2, 4000: 1.5}
+    assert kept(starts, s10=0.03, s100=0.1, s202=0.2, s1000=1.0) == [True, True, True]
+    assert kept({1: 1.2, 4000: 2.5}, s100=0.1, s202=1.2, s1000=6.0) == [False, False, False]
+    # Of more members than those that are bounded a smaller cost says enough, and a larger one nothing.
+    assert kept(starts, s10=0.03, s100=0.1, s1000=0.9)[0] is True
+    assert kept(starts, s10=0.03, s100=0.1, s1000=1.1)[0] is None
+    assert kept({1: 1.2, 400: 1.3}, s10=0.03) == [None, None, None]

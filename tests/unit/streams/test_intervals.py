@@ -75,3 +75,20 @@ def test_a_set_that_grew_at_its_end_is_the_union_with_what_it_was(first: list[in
     grew.add_many(max(first, default=0) + each for each in second)
 
     assert was.union(grew) == grew.union(was) == grew
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(0, 60))
+def test_what_lies_between_ended_intervals_is_closed_and_counted(values: set[int], bound: int, more: int) -> None:
+    made, whole = IntervalSet(values), IntervalSet(values)
+
+    added = made.close_below(bound)
+
+    ended = [(first, last) for first, last in whole.to_list() if last < bound]
+    closed = set(range(ended[0][0], ended[-1][1] + 1)) if ended else set()
+    assert set(made) == values | closed
+    assert added == len(closed - values)
+    assert sum(last < bound for _, last in made.to_list()) <= 1
+    assert made.close_below(bound) == 0
+    made.add(more)
+    assert set(made) == values | closed | {more}
+    assert made == IntervalSet(made)

@@ -24,6 +24,7 @@ from flotilla.shared.schemas.trajectory import GradeStatus, Group, Trajectory
 from flotilla.shared.streams.hop import REDUNDANT, HopName
 from flotilla.shared.streams.intervals import IntervalSet
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
+from flotilla.shared.streams.plans import ENDED_BEFORE
 from flotilla.shared.testing.absence import make_absent
 from flotilla.shared.testing.kept import KeptInMemory
 from tests.unit.trainer.builders import VOCABULARY, a_group, a_spec, a_trajectory, no_changes
@@ -244,6 +245,24 @@ async def test_a_group_trained_before_is_resolved_once_it_is_durable() -> None:
     assert (before.trained, before.claimed.scored) == (0, 1)
     assert (after.trained, after.outstanding) == (1, 0)
     assert source.num_ready == 0
+
+
+async def test_a_group_that_ended_before_is_not_counted_as_trained_unless_it_is_known_to_be() -> None:
+    plane = MemoryDataPlane()
+    tasks = await issue(plane, *[0] * 4)
+    spec = a_spec(optimisation={"steps": 5, "groups_per_mini_batch": 1})
+
+    async with a_source(plane, trained=IntervalSet([0, 1, 2])) as source:
+        source.close(2)
+        for task in tasks:
+            await answer(plane, a_group([1.0, 0.0], task))
+        await settled(plane)
+        planned = await planner(spec, plane, source).groups_of(1, ROOT, never)
+
+    after = await plane.ledger()
+    assert [group.task.group_id for group in planned.groups] == [3]
+    assert (after.dropped, after.trained, after.planned) == ({ENDED_BEFORE: 2}, 1, 1)
+    assert after.balanced and after.outstanding == 0
 
 
 async def test_another_plan_of_the_step_is_a_conflict() -> None:

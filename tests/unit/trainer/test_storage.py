@@ -218,7 +218,7 @@ def test_a_changed_learning_rate_goes_on() -> None:
 
 def test_an_earlier_release_reads_a_checkpoint_in_which_later_keys_hold_nothing(tmp_path: Path) -> None:
     storage = CheckpointStorage(tmp_path, keep=1)
-    earlier = CheckpointState.model_fields.keys() - {"changes", "reward_moments", "curriculum"}
+    earlier = CheckpointState.model_fields.keys() - {"changes", "reward_moments", "curriculum", "closed"}
 
     assert json.loads((write(storage, 1) / "state.json").read_text()).keys() == earlier
 

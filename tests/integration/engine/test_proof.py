@@ -97,8 +97,9 @@ def test_an_engine_whose_image_is_gone_before_it_is_read_back_samples_nothing_an
         engine.submit(a_request(PROMPT))
 
 
-def test_packed_weights_that_change_in_memory_are_found(saved: Saved, tmp_path: Path) -> None:
-    image, engine = newer("qwen3", tmp_path), saved("qwen3").engine()
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-tied"])
+def test_packed_weights_that_change_in_memory_are_found(saved: Saved, family: str, tmp_path: Path) -> None:
+    image, engine = newer(family, tmp_path), saved(family).engine()
     decoder = engine._decoder
     engine.request_update(1, image, 5, OnWeightUpdate.DRAIN, published(image))
     outcomes(engine)

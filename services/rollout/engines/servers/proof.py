@@ -47,6 +47,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
     ("model.", "model.language_model."),
 )
 """How names of parts of vision-language models begin at servers, and in the model's files."""
+TIED = ("lm_head.weight", "embed_tokens.weight")
+"""A head, and what it is where the model's files have none."""
 MIN_DIGITS = 16
 """Of a hash that counts."""
 MAX_UNANSWERED = 3
@@ -57,6 +59,9 @@ WIRE_NAMES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16"
 def parts_of(name: str, known: Collection[str]) -> tuple[str, ...]:
     """Name the checkpoint's tensors that one of a server's is made of; none where it is not known."""
     others = [to + name.removeprefix(begins) for begins, to in RENAMED if name.startswith(begins)]
+    head, embedding = TIED
+    if name.endswith(head):
+        others += [f"{begins}{embedding}" for begins in ("model.", "model.language_model.")]
     for written in (name, *others):
         if written in known:
             return (written,)

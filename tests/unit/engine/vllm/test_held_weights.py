@@ -116,6 +116,36 @@ async def test_zeros_of_either_sign_are_the_same_weight_and_another_one_is_named
         await proof.check(server, tmp_path, 4)
 
 
+@pytest.mark.parametrize(
+    ("embedding", "head", "written"),
+    [
+        ("model.embed_tokens", "lm_head", "model.embed_tokens"),
+        ("language_model.model.embed_tokens", "language_model.lm_head", "model.language_model.embed_tokens"),
+    ],
+)
+async def test_a_head_that_is_the_embedding_is_held_against_it(
+    tmp_path: Path, embedding: str, head: str, written: str
+) -> None:
+    weight = torch.randn(8, 4)
+    layers = {name: Packed(weight.clone(), keeps=True) for name in (embedding, head)}
+    layers[head].weight = layers[embedding].weight
+    worker = HeldWeights()
+    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(named_modules=layers.items))
+    server, proof = Server(worker), ServerProof(VllmProver(), "float32", 1.0)
+    save_file({f"{written}.weight": weight}, tmp_path / "model.safetensors")
+    await proof.learn(server, tmp_path)
+    await proof.check(server, tmp_path, 1)
+
+    layers[embedding].weight.data += 1
+    layers[embedding].pack()
+    save_file({f"{written}.weight": weight + 1}, tmp_path / "model.safetensors")
+
+    with pytest.raises(WeightsDiverged, match=rf"1 of 2 tensors are right, the first that differs is {head}\.weight"):
+        await proof.check(server, tmp_path, 2)
+    layers[head].pack()
+    await proof.check(server, tmp_path, 2)
+
+
 def test_a_server_of_ours_on_a_cpu_is_started_with_what_tells_its_weights(tmp_path: Path) -> None:
     settings = server_settings(tmp_path, "vllm", python=Path("/usr/bin/python3"))
     launch = VllmDialect(raw=False).launch(settings, tmp_path, 128, "v0")

@@ -9,6 +9,7 @@ Source: DeepSeek-V3 Technical Report, 3.3.2 (blocks of weights); its checkpoints
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Final, Literal
 
 import torch
@@ -25,6 +26,8 @@ QUANTISATION: Final = "quantisation"
 SCALES: Final = "_scale_inv"
 """Behind a weight's name: its scales, float32."""
 BLOCK: Final = 128
+PIECE: Final = (1 << 24, 1 << 18)
+"""Numbers that are multiplied at a time: by a GPU, and by a CPU, whose caches hold them."""
 LARGEST: Final[Mapping[str, float]] = {"int8": 127.0, "fp8": 448.0}
 DTYPES: Final[Mapping[str, torch.dtype]] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NAMES: Final[Mapping[Quantisation, str]] = {"int8": "I8", "fp8": "F8_E4M3"}
@@ -90,10 +93,44 @@ def quantise(weight: Tensor, how: Quantisation) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Multiply numbers [out, in] by their scales: float32. The same bits wherever it is computed."""
-    if scales.shape == (numbers.shape[0], 1) and numbers.dtype == torch.int8:
-        return numbers.float() * scales
-    return numbers.float() * _spread(scales, numbers.shape)
+    """Multiply numbers [out, in] by their scales: float32. The same bits wherever it is computed.
+
+    Piece by piece: beside the result no second matrix is made of floats.
+    """
+    rows, columns = numbers.shape
+    is_by_row = numbers.dtype == torch.int8 and scales.shape == (rows, 1)
+    height = 1 if is_by_row else BLOCK
+    found = torch.empty(numbers.shape, device=numbers.device)
+    for start, end in _pieces(rows, height, max(1, PIECE[numbers.device.type == "cpu"] // (height * columns))):
+        factors = scales[start // height : -(-end // height)]
+        if not is_by_row:
+            factors = factors.repeat_interleave(BLOCK, 1)[:, :columns]
+        shape = (len(factors), -1, columns)
+        whole = _as_floats(numbers[start:end]).view(shape)
+        torch.mul(whole, factors.unsqueeze(1), out=found[start:end].view(shape))
+    return found
+
+
+def _pieces(rows: int, height: int, at_once: int) -> Iterator[tuple[int, int]]:
+    """Cut rows into runs of so many blocks of a height; what is left of a last block is a run of its own."""
+    whole = rows - rows % height
+    for start in range(0, whole, at_once * height):
+        yield start, min(start + at_once * height, whole)
+    if whole < rows:
+        yield whole, rows
+
+
+def _as_floats(numbers: Tensor) -> Tensor:
+    """Convert numbers to float32; on a CPU those of E4M3 by a table, in less than half the time that torch takes."""
+    if numbers.device.type != "cpu" or numbers.dtype != torch.float8_e4m3fn:
+        return numbers.float()
+    return _table().index_select(0, numbers.view(torch.uint8).flatten().int())
+
+
+@cache
+def _table() -> Tensor:
+    """Return what each byte stands for: [256] float32."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:

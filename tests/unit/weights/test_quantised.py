@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flotilla.shared.weights.image import quantised
 from flotilla.shared.weights.image.layout import ImageLayout
 from flotilla.shared.weights.image.quantised import (
     BLOCK,
@@ -53,6 +54,33 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(how: Quantisation
     broken[1, 2] = float("nan")
 
     assert not torch.isfinite(dequantise(*quantise(broken, how))).all()
+
+
+def multiplied_at_once(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply as torch has it, with a scale beside each number."""
+    if numbers.dtype == torch.int8:
+        return numbers.float() * scales
+    spread = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    return numbers.float() * spread[: numbers.shape[0], : numbers.shape[1]]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("shape", [(3, 5), (1, 300), (300, 1), (130, 257), (513, 130), (256, 1024)])
+def test_numbers_are_multiplied_in_pieces_to_the_bits_of_one_product(
+    how: Quantisation, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers, scales = quantise(a_weight(*shape), how)
+    # Every byte there is, those among them that are no number.
+    numbers.view(torch.uint8).flatten()[:256] = torch.arange(256, dtype=torch.uint8)[: numbers.numel()]
+    converted, sizes = quantised._as_floats, []
+    monkeypatch.setattr(quantised, "PIECE", (1, 4096))
+    monkeypatch.setattr(quantised, "_as_floats", lambda part: (sizes.append(part.numel()), converted(part))[1])
+
+    found = dequantise(numbers, scales)
+
+    assert torch.equal(found.view(torch.int32), multiplied_at_once(numbers, scales).view(torch.int32))
+    assert sum(sizes) == numbers.numel()
+    assert max(sizes) <= max(4096, (1 if how == "int8" else BLOCK) * shape[1])
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -350,7 +350,7 @@ def _as_served(
     header = header_in(whole.metadata)
     if header is not None:
         return AdaptedTensors(base, stack.enter_context(base.open()), whole, header, loaded)
-    return whole if _quantisation(whole.metadata) is None else DequantisedTensors(whole)
+    return whole if _quantisation(whole.metadata) is None else DequantisedTensors(whole, base.device)
 
 
 class DequantisedTensors:
@@ -358,13 +358,14 @@ class DequantisedTensors:
 
     Args:
         source: numbers and scales.
+        device: that multiplies.
 
     Raises:
         WeightTransferFailed: scales do not fit their weight.
     """
 
-    def __init__(self, source: Tensors) -> None:
-        self._source, self._scaled = source, scaled_names(source.headers)
+    def __init__(self, source: Tensors, device: torch.device) -> None:
+        self._source, self._scaled, self._device = source, scaled_names(source.headers), device
         self.headers = {
             name: TensorHeader("F32", header.shape) if name in self._scaled else header
             for name, header in source.headers.items()
@@ -382,7 +383,10 @@ class DequantisedTensors:
     def read(self, name: str) -> Tensor:
         """Read a weight, float32 where it was quantised."""
         numbers = self._source.read(name)
-        return dequantise(numbers, self._source.read(name + SCALES)) if name in self._scaled else numbers
+        if name not in self._scaled:
+            return numbers
+        # Numbers travel to the device, in a quarter of the bytes of what they are multiplied out to.
+        return dequantise(numbers.to(self._device), self._source.read(name + SCALES).to(self._device))
 
 
 def _digests(weight: Tensor, low: Tensor, high: Tensor) -> tuple[int, int, int]:

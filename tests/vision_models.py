@@ -19,6 +19,8 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 50, 220), "yellow": (230, 220, 40)}
@@ -120,7 +122,12 @@ def save_vision_model(
     else:
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         sizes["head_dim"] = hidden // 4
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=sizes, vision_config=tower, **ids))
+        if kind == "qwen3_vl":
+            model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=sizes, vision_config=tower, **ids))
+        else:
+            sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+            config = Qwen3VLMoeConfig(text_config=sizes, vision_config=tower, **ids)
+            model = Qwen3VLMoeForConditionalGeneration(config)
     model.save_pretrained(directory)
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -91,9 +91,6 @@ TEXT_ONLY = re.compile(
     re.IGNORECASE,
 )
 """Models that take images elsewhere and of which only the text is computed here (docs/images.md)."""
-WHOLE_ROWS: Final = (
-    "ranks compute other sequences each where prompts have images, which changes speed, not what is computed"
-)
 NOT_SEEN: Final = (
     "data.images: {model} is none of the models whose images are computed here, which are Qwen2-VL, Qwen2.5-VL, "
     "Qwen3-VL and Qwen3.5: name one of them, or train on rows without images"

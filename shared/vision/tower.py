@@ -35,6 +35,19 @@ class PlacedImages:
         """Move the tensors."""
         return PlacedImages(self.images, self.places.to(device), self.sources.to(device))
 
+    def within(self, width: int, columns: slice) -> "PlacedImages":
+        """Return the same images where they are in some columns of the rows, which alone are computed then.
+
+        Args:
+            width: of a row.
+            columns: from a first one to a last one, which may be behind the row's end.
+        """
+        column = self.places % width
+        is_there = (columns.start <= column) & (column < columns.stop)
+        rows, column = (self.places // width)[is_there], column[is_there]
+        places = rows * (columns.stop - columns.start) + column - columns.start
+        return PlacedImages(self.images, places, self.sources[is_there])
+
 
 @dataclass(frozen=True, eq=False)
 class Features:

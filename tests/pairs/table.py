@@ -400,12 +400,5 @@ RANKS: Options = {
 }
 """Options of the trainer whose state ranks divide among them, and how: over ranks of one host or of two."""
 
-RANKS_REFUSED: tuple[frozenset[Case], ...] = (
-    frozenset({("mesh", "tensors"), ("adapters", "some")}),
-    *(
-        frozenset({("pictures", pictures), case})
-        for pictures in ("some", "some, tower trained")
-        for case in (("mesh", "sequences"), ("mesh", "tensors"))
-    ),
-)
-"""What a spec refuses beside a mesh: adapters take the place of the layers that are divided. And beside pictures."""
+RANKS_REFUSED: tuple[frozenset[Case], ...] = (frozenset({("mesh", "tensors"), ("adapters", "some")}),)
+"""What a spec refuses beside a mesh: adapters take the place of the layers that are divided."""

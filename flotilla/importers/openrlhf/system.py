@@ -7,7 +7,7 @@ from flotilla.importers.adapter import adapter_name, openrlhf_adapter
 from flotilla.importers.datasets import file_or_hub, held_out, takes_split, training
 from flotilla.importers.openrlhf import flags, learning
 from flotilla.importers.source import Source, System, make_system
-from flotilla.importers.spelling import WHOLE_ROWS, attention_of, dtype_of, is_private_host, low_rank, not_seen
+from flotilla.importers.spelling import attention_of, dtype_of, is_private_host, low_rank, not_seen
 from flotilla.importers.values import same
 from flotilla.shared.config.sections.data import PLACE
 from flotilla.shared.config.sections.parallelism import MOST_RANKS
@@ -94,16 +94,14 @@ def devices(source: Source) -> Fields:
 
 
 def _divided(source: Source, ranks: int) -> Fields:
-    """Make what the ranks divide of each layer or sequence: one of both, where rows have no images."""
+    """Make what the ranks divide of each layer or sequence: one of both."""
     fields: Fields = {}
     names = {"tensor_parallel": "--ds_tensor_parallel_size", "sequence_parallel": "--ring_attn_size"}
     for field, flag in names.items():
         size = int(source.required(flag)) if flag in source.given and not fields else 1
         if size == 1:
             continue
-        if source.value(flags.MOST_IMAGES):
-            source.put_aside(source.given[flag].spelling, WHOLE_ROWS)
-        elif ranks % size:
+        if ranks % size:
             source.put_aside(source.given[flag].spelling, f"it does not divide the {ranks} GPUs")
         elif field == "tensor_parallel" and source.value("--lora_rank"):
             source.put_aside(source.given[flag].spelling, "adapters are on layers that it divides")

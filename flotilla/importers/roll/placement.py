@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla.importers.parameter import UNSET
-from flotilla.importers.roll.images import has_images
 from flotilla.importers.roll.rows import CONFIG, INFER, TRAIN
 from flotilla.importers.source import Source
-from flotilla.importers.spelling import WHOLE_ROWS
 from flotilla.importers.values import same, wrong
 from flotilla.shared.config.sections.parallelism import MOST_RANKS
 
@@ -60,11 +58,6 @@ def placement(source: Source) -> Fields:
     if len(set(of_nodes.values())) > 1:
         return {}
     tensor, pipeline, context = (int(source.required(f"{TRAIN}.{CONFIG}.{kind}_size")) for kind in SPLITS)
-    if has_images(source):
-        for name in source.given.keys() & {f"{TRAIN}.{CONFIG}.{kind}_size" for kind in SPLITS}:
-            if int(source.required(name)) > 1:
-                source.put_aside(source.given[name].spelling, WHOLE_ROWS)
-        tensor = pipeline = context = 1
     if (
         pipeline > 1
         or len(trainer) % (tensor * context)

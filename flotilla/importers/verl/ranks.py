@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flotilla.importers.source import Source
-from flotilla.importers.spelling import WHOLE_ROWS
 from flotilla.importers.values import same
 from flotilla.importers.verl.actor import ACTOR
-from flotilla.importers.verl.images import has_images
 from flotilla.shared.config.sections.parallelism import MOST_RANKS
 
 Fields = dict[str, Any]
@@ -86,15 +84,12 @@ CRITIC = _names_of("critic", "critic.model.fsdp_config")
 def _axes(source: Source, ranks: int, names: Names, *, is_written: bool) -> dict[str, int]:
     """Find how ranks are divided for a model; nothing where its weights are sharded among all of them."""
     size, split = source.value(names.copy), int(source.required(names.sequence))
-    if has_images(source):
-        _put_divisions_aside(source, names)
-    elif split > 1 and not ranks % split:
+    if split > 1 and not ranks % split:
         return {"sequence_parallel": split}
-    else:
-        if split > 1 and is_written:
-            source.refuse(names.sequence, f"it does not divide the {ranks} GPUs")
-        if divided := _divided(source, ranks, names):
-            return divided
+    if split > 1 and is_written:
+        source.refuse(names.sequence, f"it does not divide the {ranks} GPUs")
+    if divided := _divided(source, ranks, names):
+        return divided
     if not isinstance(size, int) or not 1 < size < ranks:
         return {}
     if not ranks % size:
@@ -105,13 +100,6 @@ def _axes(source: Source, ranks: int, names: Names, *, is_written: bool) -> dict
     else:
         source.put_aside(source.given[names.copy].spelling, why)
     return {}
-
-
-def _put_divisions_aside(source: Source, names: Names) -> None:
-    """Call what divides sequences, layers or experts among the ranks unsupported: rows have images."""
-    for name in (names.sequence, names.tensor, names.expert):
-        if name in source.given and int(source.required(name)) > 1:
-            source.put_aside(source.given[name].spelling, WHOLE_ROWS)
 
 
 def _counted(source: Source) -> tuple[int, int]:

@@ -109,7 +109,7 @@ def show_images(
     if critic is not None:
         processor = processor if own is None else _alike(spec, processor, CRITIC, own)
         shown = tower(critic.body, processor, critic.ranks)
-        critic.show_images(partial(hidden_states, critic.body, split=None, tower=shown))
+        critic.show_images(partial(hidden_states, critic.body, tower=shown))
     return towers
 
 

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -159,14 +160,14 @@ class Critic:
             dtype = self.ranks.compute_dtype or next(self._body.parameters()).dtype
             self.attends_apart = attends_apart(self._body, self._hidden, policy.device, dtype)
 
-    def show_images(self, compute: Callable[[ModelInput], Tensor]) -> None:
+    def show_images(self, compute: Callable[..., Tensor]) -> None:
         """Take images; once weights are sharded.
 
         Args:
-            compute: the body's last hidden states of rows that have some.
+            compute: the body's last hidden states of rows that have some, and with what rows are split by.
         """
         # Only a forward method of the body's own gathers what belongs to none of its layers.
-        self._body.shown_states = compute  # type: ignore[assignment]
+        self._body.shown_states = partial(compute, split=self._split)  # type: ignore[assignment]
         register_fsdp_forward_method(self._body, "shown_states")
 
     def _hidden(self, inputs: ModelInput) -> Tensor:

@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 
 def hidden_states(body: Any, inputs: ModelInput, split: SequenceParallel | None, tower: Tower | None = None) -> Tensor:
     """Compute the last hidden states: [rows, W, H]."""
+    if split is not None:
+        return split.hidden(body, inputs, tower)
     if inputs.images is not None:
         shown: Tensor = body.language_model(**arguments_of(inputs, tower)).last_hidden_state
         return shown
-    if split is not None:
-        return split.hidden(body, inputs)
     hidden: Tensor = body(**arguments_of(inputs)).last_hidden_state
     return hidden
 

@@ -6,7 +6,7 @@ others' heads and gets all positions of its own, and back. Hidden states are gat
 Source: Jacobs et al., DeepSpeed Ulysses, 2023.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from flotilla.services.trainer.data.packing import ModelInput
 from flotilla.services.trainer.data.places import SequencePlaces
 from flotilla.shared.errors import ModelError
+from flotilla.shared.vision.tower import Tower
 
 ATTENTION = "flotilla_ulysses"
+TOWER_CONFIG = "vision_config"
 _STATE = "sequence_parallel"
 Attend = Callable[[Tensor, Tensor, Tensor, SequencePlaces, float | None], Tensor]
 """Attends within each sequence: queries, keys and values [B, H, T, D], their places and scaling to [B, T, H, D]."""
@@ -62,21 +64,40 @@ class SequenceParallel:
             )
         self.attend = attend
         AttentionInterface.register(ATTENTION, _attention)
-        body.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+        # A tower computes whole images on each rank.
+        kinds = {name: ATTENTION for name in config.sub_configs if name != TOWER_CONFIG}
+        body.set_attn_implementation({"": ATTENTION, **kinds})  # type: ignore[operator]
         for module in body.modules():
             setattr(module, _STATE, self)
 
-    def hidden(self, body: nn.Module, inputs: ModelInput) -> Tensor:
-        """Compute the last hidden states [rows, W, H] of all positions on every rank of the group."""
+    def hidden(self, body: Any, inputs: ModelInput, tower: Tower | None = None) -> Tensor:
+        """Compute the last hidden states [rows, W, H] of all positions on every rank of the group.
+
+        Args:
+            body: what has the layers.
+            inputs: rows; each rank of the group has the same.
+            tower: computes their images, each rank all of them.
+        """
         width = inputs.token_ids.shape[1]
         spare = -width % self.size
-        own = slice(self.rank * ((width + spare) // self.size), (self.rank + 1) * ((width + spare) // self.size))
+        share = (width + spare) // self.size
+        own = slice(self.rank * share, (self.rank + 1) * share)
         ids, positions = (nn.functional.pad(each, (0, spare)) for each in (inputs.token_ids, inputs.position_ids))
         self.mask = None if inputs.attention_mask is None else _widened(inputs.attention_mask, spare)
         self.places, self.width = inputs.places, width
-        found = body(input_ids=ids[:, own], position_ids=positions[:, own], use_cache=False).last_hidden_state
+        ids, positions = ids[:, own], positions[..., own]
+        if inputs.images is None:
+            found = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        else:
+            assert tower is not None
+            shown = tower.arguments(ids, inputs.images.within(width, own))
+            found = body.language_model(**_beside(shown, positions)).last_hidden_state
         gathered: Tensor = _Gather.apply(found, self)  # type: ignore[no-untyped-call]
         return gathered[:, :width]
+
+
+def _beside(shown: Mapping[str, Any], positions: Tensor) -> dict[str, Any]:
+    return {**shown, "position_ids": positions, "use_cache": False}
 
 
 def _widened(mask: Tensor, spare: int) -> Tensor:

@@ -4,6 +4,7 @@ Tensor parallel: several ranks compute each layer of the same sequences together
 Expert parallel: each rank has some of a layer's experts, whole; tokens travel to them and back.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ from flotilla.shared.errors import ModelError
 ADDED_UP = "replicated_with_grad_allreduce"
 OWN_ADDED_UP = "flotilla_replicated"
 EXPERTS = "ep_dispatch_experts"
+COLUMNS, ROWS = "colwise", "rowwise"
+OWN_PLANS: Mapping[str, Mapping[str, str]] = {
+    "qwen3_vl_text": {
+        **{f"layers.*.self_attn.{name}_proj": COLUMNS for name in "qkv"},
+        **{f"layers.*.mlp.{name}_proj": COLUMNS for name in ("gate", "up")},
+        "layers.*.self_attn.o_proj": ROWS,
+        "layers.*.mlp.down_proj": ROWS,
+    },
+}
+"""How ranks divide the layers of kinds that transformers has no plan for but that of their head."""
 _MARK = "is_divided_by_expert"
 
 
@@ -50,6 +61,8 @@ def divide_layers(module: nn.Module, ranks: Ranks) -> None:
     if ranks.mesh is None or tensor * expert == 1:
         return
     model: Any = module
+    if tensor > 1:
+        _plan_layers(model)
     for size, key, plan in (
         (tensor, "parallelism.tensor_parallel", getattr(module, "tp_plan", None)),
         (expert, "parallelism.expert_parallel", getattr(module, "ep_plan", None)),
@@ -75,13 +88,28 @@ def divide_layers(module: nn.Module, ranks: Ranks) -> None:
     _check_sizes(module)
 
 
+def _plan_layers(model: Any) -> None:
+    """Give a model whose layers transformers has no plan for our own, where there is one."""
+    for name, body in model.named_modules():
+        own = OWN_PLANS.get(getattr(getattr(body, "config", None), "model_type", ""))
+        if own is not None and hasattr(body, "layers"):
+            prefix = f"{name}." if name else ""
+            model.tp_plan = {f"{prefix}{layer}": style for layer, style in own.items()} | model.tp_plan
+
+
 def _kept(module: Any, plan: dict[str, str]) -> dict[str, str]:
-    """Leave embedding and head whole: both are used otherwise than as layers here, and may be one tensor."""
+    """Leave embedding and head whole: both are used otherwise than as layers here, and may be one tensor.
+
+    What norms the heads of each rank alone is added where the plan does not have it.
+    """
     whole = {id(each) for each in (module.get_input_embeddings(), module.get_output_embeddings()) if each is not None}
-    names = {name for name, each in module.named_modules() if id(each) in whole}
+    modules = dict(module.named_modules())
+    names = {name for name, each in modules.items() if id(each) in whole}
+    divided = [name for name, style in plan.items() if style == COLUMNS and name.endswith(("q_proj", "k_proj"))]
+    norms = {f"{name.removesuffix('_proj')}_norm": ADDED_UP for name in divided}
     return {
         name: OWN_ADDED_UP if style == ADDED_UP else style
-        for name, style in plan.items()
+        for name, style in ({name: norms[name] for name in norms if name in modules} | plan).items()
         if name not in names and name.rpartition(".")[0] not in names
     }
 

@@ -87,12 +87,7 @@ def check_offload(offload: OffloadConfig, *, turns: str | None, has_adapters: bo
 
 
 def check_images(
-    parallelism: ParallelismConfig,
-    rollout: RolloutConfig,
-    algorithm: AlgorithmConfig,
-    asynchrony: AsynchronyConfig,
-    *,
-    finished: bool,
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig, *, finished: bool
 ) -> None:
     """Check what does not go with images in prompts.
 
@@ -103,7 +98,6 @@ def check_images(
     for is_asked, name, way in (
         (finished, "job.kind sft, preference, kto or reward_model", "train with reinforcement"),
         *_images_at_servers(rollout.engine, asynchrony),
-        *_axes_beside_images(parallelism),
         (
             teacher is not None and bool(teacher.servers),
             "algorithm.distillation.servers, which are sent token ids alone",
@@ -112,15 +106,6 @@ def check_images(
     ):
         if is_asked:
             raise ValueError(f"data.images does not go with {name}: {way}, or leave images out")
-
-
-def _axes_beside_images(parallelism: ParallelismConfig) -> Iterator[tuple[bool, str, str]]:
-    """List what divides the computation of images, as ``_images_at_servers`` does."""
-    for section, divided in (("parallelism", parallelism), ("parallelism.critic", parallelism.critic)):
-        for axis in ("tensor_parallel", "sequence_parallel", "expert_parallel"):
-            size = getattr(divided, axis, 1)
-            what = f"{section}.{axis} {size}, which divides what computes them"
-            yield size > 1, what, "let ranks alone divide the weights"
 
 
 def _images_at_servers(engine: EngineConfig, asynchrony: AsynchronyConfig) -> Iterator[tuple[bool, str, str]]:

@@ -408,9 +408,7 @@ def _held_out_sets(spec: Sections) -> None:
 
 def _rows(spec: Sections) -> None:
     if spec.data.images is not None:
-        check_images(
-            spec.parallelism, spec.rollout, spec.algorithm, spec.asynchrony, finished=spec.finished_job is not None
-        )
+        check_images(spec.rollout, spec.algorithm, spec.asynchrony, finished=spec.finished_job is not None)
     if spec.data.curriculum is not None and (spec.finished_job is not None or spec.data.holds_groups):
         raise ValueError("data.curriculum needs answers that are graded now, and these are there already: leave it out")
 

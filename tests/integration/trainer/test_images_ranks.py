@@ -1,13 +1,14 @@
 """What is learned of prompts with pictures, and published, does not depend on the number of ranks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flotilla.services.trainer.data.batch import make_batch
 from flotilla.services.trainer.learning.learner import Learner
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.timeout(900)]
 
 MICRO_BATCH_TOKENS = 64
 CLOSE = 1e-5
+MIXTURE = "qwen3_vl_moe"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Case:
     model: Path
     groups: list[Group]
     sections: dict[str, Any]
+    axes: dict[str, Any] = field(default_factory=dict)
 
 
 def spec_of(case: Case, ranks: Ranks) -> ExperimentSpec:
@@ -45,7 +48,7 @@ def spec_of(case: Case, ranks: Ranks) -> ExperimentSpec:
         # Gradients that differ by rounding make steps that do.
         "epsilon": 1e-3,
     }
-    divided = {"ranks": ranks.size, "replicas": ranks.mesh.size(0)} if ranks.mesh is not None else {}
+    divided = {"ranks": ranks.size} | case.axes if ranks.is_several else {}
     sections = {name: each for name, each in case.sections.items() if name != "model"}
     return validate_spec(written | sections | {"asynchrony": {"require_batches": 2}, "parallelism": divided})
 
@@ -99,8 +102,14 @@ def equality(ranks: Ranks, cases: dict[str, Case]) -> dict[str, Any]:
             "weights": max(float((image[key] - whole[key]).abs().max()) for key in whole),
             "has_tower_moved": any("visual" in key and not torch.equal(whole[key], first[key]) for key in whole),
             "blind": num_blind(learner, steps_of(case)[-1], ranks),
+            "divided": sum(is_divided(each) for each in learner.loaded.model.parameters()),
         }
     return found
+
+
+def is_divided(weight: Tensor) -> bool:
+    """Whether ranks compute with parts of it, beside those that FSDP gathers."""
+    return isinstance(weight, DTensor) and bool({"tensor", "expert"} & {*(weight.device_mesh.mesh_dim_names or ())})
 
 
 def num_blind(learner: Learner, groups: Sequence[Group], ranks: Ranks) -> int:
@@ -130,18 +139,55 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     for tower in ("frozen", "trained"):
         sections = {"model": {"vision_tower": tower}, "algorithm": {"advantage": {"kind": "gae"}}}
         found[f"a critic, {tower}"] = Case(folder, groups, sections)
+    found["a critic, divided otherwise"] = replace(found["a critic, trained"], axes={"critic": {"tensor_parallel": 2}})
     lora = {"lora": {"rank": 4}, "vision_tower": "trained"}
     found["adapters in the tower"] = Case(folder, groups, {"model": lora, "algorithm": kl})
+    folder = save_vision_model(tmp_path_factory.mktemp("model"), MIXTURE)
+    groups = answered(folder)
+    for tower in ("frozen", "trained"):
+        found[f"{MIXTURE}, {tower}"] = Case(folder, groups, {"model": {"vision_tower": tower}, "algorithm": kl})
     return found
+
+
+def check_alike(first: dict[str, Any], *, are_some_blind: bool = True) -> None:
+    for name, found in first.items():
+        assert found["figures"][1] < CLOSE, (name, found)
+        assert found["weights"] < CLOSE, (name, found)
+        assert found["blind"] > 0 or not are_some_blind, (name, found)
+        assert found["has_tower_moved"] == ("trained" in name or "adapters" in name or "otherwise" in name), name
 
 
 @pytest.mark.parametrize("shape", [TWO_RANKS, pytest.param(MeshShape(2, replicate=2), marks=pytest.mark.long)], ids=str)
 def test_ranks_learn_of_pictures_what_one_learns(cases: dict[str, Case], shape: MeshShape) -> None:
-    first, *_ = run_ranks(equality, cases, shape)
+    axes = {"replicas": shape.replicate}
+    chosen = {name: replace(case, axes=axes | case.axes) for name, case in cases.items() if MIXTURE not in name}
 
-    for name, found in first.items():
-        assert found["figures"][1] < CLOSE, (name, found)
-        assert found["weights"] < CLOSE, (name, found)
-        assert found["blind"] > 0, (name, found)
-    assert first[f"{KINDS[0]}, trained"]["has_tower_moved"]
-    assert not first[f"{KINDS[0]}, frozen"]["has_tower_moved"]
+    first, *_ = run_ranks(equality, chosen, shape)
+
+    check_alike(first)
+
+
+@pytest.mark.parametrize(
+    ("axis", "shape", "names"),
+    [
+        (
+            "sequence_parallel",
+            MeshShape(2, sequence=2),
+            (f"{KINDS[0]}, trained", f"{KINDS[1]}, trained", "a critic, trained", "a teacher", "adapters in the tower"),
+        ),
+        (
+            "tensor_parallel",
+            MeshShape(1, tensor=2),
+            (f"{KINDS[0]}, trained", f"{KINDS[1]}, trained", "a critic, trained", f"{MIXTURE}, trained"),
+        ),
+        ("expert_parallel", MeshShape(2, expert=2), (f"{MIXTURE}, frozen", f"{MIXTURE}, trained")),
+    ],
+    ids=["sequences", "tensors", "experts"],
+)
+def test_ranks_that_share_rows_layers_or_experts_learn_of_pictures_what_one_learns(
+    cases: dict[str, Case], axis: str, shape: MeshShape, names: tuple[str, ...]
+) -> None:
+    first, *_ = run_ranks(equality, {name: replace(cases[name], axes={axis: 2}) for name in names}, shape)
+
+    check_alike(first, are_some_blind=axis == "expert_parallel")
+    assert all((each["divided"] > 0) is (axis != "sequence_parallel") for each in first.values())

@@ -34,9 +34,19 @@ def test_every_engine_goes_with_images(kind: str) -> None:
     assert a_spec(rollout={"engine": {"kind": kind}}).rollout.engine.kind == kind
 
 
-@pytest.mark.parametrize("parallelism", [{"ranks": 2}, {"ranks": 4, "replicas": 2}])
-def test_ranks_that_compute_other_sequences_go_with_images(parallelism: dict[str, int]) -> None:
-    assert a_spec(parallelism=parallelism).parallelism.ranks == parallelism["ranks"]
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"ranks": 2},
+        {"ranks": 4, "replicas": 2},
+        *({"ranks": 2, f"{axis}_parallel": 2} for axis in ("tensor", "sequence", "expert")),
+        {"ranks": 2, "critic": {"tensor_parallel": 2}},
+    ],
+)
+def test_ranks_go_with_images_whatever_they_divide(parallelism: dict[str, Any]) -> None:
+    spec = a_spec(parallelism=parallelism, algorithm={"advantage": {"kind": "gae"}})
+
+    assert spec.parallelism.ranks == parallelism["ranks"]
 
 
 @pytest.mark.parametrize(
@@ -101,16 +111,6 @@ def test_a_teacher_in_the_trainer_goes_with_images() -> None:
         (
             {"algorithm": {"distillation": {"servers": [{"url": "http://t.example.com", "kind": "sglang"}]}}},
             r"algorithm.distillation.servers, which are sent token ids",
-        ),
-        ({"parallelism": {"ranks": 2, "tensor_parallel": 2}}, "parallelism.tensor_parallel 2"),
-        ({"parallelism": {"ranks": 2, "sequence_parallel": 2}}, "parallelism.sequence_parallel 2"),
-        ({"parallelism": {"ranks": 2, "expert_parallel": 2}}, "parallelism.expert_parallel 2"),
-        (
-            {
-                "algorithm": {"advantage": {"kind": "gae"}},
-                "parallelism": {"ranks": 2, "critic": {"tensor_parallel": 2}},
-            },
-            "parallelism.critic.tensor_parallel 2",
         ),
         ({"images": {"min_pixels": 10, "max_pixels": 5}}, "min_pixels 10 is above"),
         ({"data": {"input_template": "Q: {}"}}, "images have no place"),

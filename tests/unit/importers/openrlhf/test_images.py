@@ -1,4 +1,4 @@
-"""OpenRLHF's images: its GPUs are ranks, each of which computes other sequences."""
+"""OpenRLHF's images: its GPUs are ranks, which may divide layers or sequences as without."""
 
 import pytest
 
@@ -13,11 +13,10 @@ PICTURED = {
 }
 
 
-@pytest.mark.parametrize("flag", ["--ds_tensor_parallel_size", "--ring_attn_size"])
-def test_gpus_are_ranks_with_images_and_what_divides_rows_is_unsupported(flag: str) -> None:
+@pytest.mark.parametrize(("flag", "sizes"), [("--ds_tensor_parallel_size", (2, 1)), ("--ring_attn_size", (1, 2))])
+def test_gpus_are_ranks_with_images_and_divide_what_is_asked_for(flag: str, sizes: tuple[int, int]) -> None:
     made = import_flat("openrlhf", {**BASES["openrlhf"], **PICTURED, flag: 2})
 
     assert made.spec is not None, made.report.problems
     assert made.spec.resources.trainer.devices == 8
-    assert (made.spec.parallelism.tensor_parallel, made.spec.parallelism.sequence_parallel) == (1, 1)
-    assert "other sequences" in {entry.name: entry.detail for entry in made.report.unsupported}[flag]
+    assert (made.spec.parallelism.tensor_parallel, made.spec.parallelism.sequence_parallel) == sizes

@@ -49,21 +49,19 @@ def test_the_trainers_gpus_are_ranks_with_images_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "axis"),
     [
-        "ulysses_sequence_parallel_size",
-        "megatron.tensor_model_parallel_size",
-        "megatron.expert_model_parallel_size",
+        ("ulysses_sequence_parallel_size", "sequence_parallel"),
+        ("megatron.tensor_model_parallel_size", "tensor_parallel"),
+        ("megatron.expert_model_parallel_size", "expert_parallel"),
     ],
 )
-def test_what_divides_rows_with_images_is_unsupported_and_the_report_says_so(name: str) -> None:
+def test_what_divides_rows_layers_or_experts_does_so_with_images_too(name: str, axis: str) -> None:
     found = imported(**GPUS, **{f"actor_rollout_ref.actor.{name}": 2})
 
     assert found.spec is not None and found.may_run(), found.report.render()
-    asides = {entry.name: entry.detail for entry in found.report.unsupported}
-    assert "other sequences" in asides[f"actor_rollout_ref.actor.{name}"]
-    whole = found.spec.parallelism
-    assert (whole.sequence_parallel, whole.tensor_parallel, whole.expert_parallel) == (1, 1, 1)
+    axes = ("sequence_parallel", "tensor_parallel", "expert_parallel")
+    assert {each: getattr(found.spec.parallelism, each) for each in axes} == dict.fromkeys(axes, 1) | {axis: 2}
     assert found.spec.resources.trainer.devices == 8
 
 

@@ -1,4 +1,4 @@
-"""Who answers the tasks of an experiment: episodes of its spec, or agents."""
+"""What answers the tasks of an experiment: episodes of its spec, or agents."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass

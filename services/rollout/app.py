@@ -32,7 +32,7 @@ def create_app(
     Args:
         settings, address: of the service.
         open_state: opens what it works with.
-        credentials: say who may call.
+        credentials: the accepted tokens.
         shared: engines that several services of this process use; None: each experiment has its own.
     """
     lets_in = Credentials(settings.token) if credentials is None else credentials
@@ -44,7 +44,7 @@ def create_app(
     app.include_router(weights_router(published, lets_in))
     app.include_router(logs_router(lets_in.accepts_for_logs))
     app.include_router(episodes_router(_agents, lets_in.accepts))
-    # Bodies are read before a route is asked: nobody else's are.
+    # Bodies are read before a route is chosen: only those of authorised callers.
     app.add_middleware(Gatekeeper, credentials=lets_in, max_bytes=MAX_BODY_BYTES)
     return app
 

@@ -151,7 +151,7 @@ class RolloutConsumer:
         tally: what the episodes count in; reported from here.
         failed: records tasks that fail; None: they are not recorded.
         max_failures: this many failed tasks in a row fail the experiment.
-        called: names this service, for whoever compares rollouts; empty while it has no name.
+        called: the name of this service, to compare rollouts; empty while it has no name.
 
     Attributes:
         pool: of machines, which this service is in; None: it names none.
@@ -341,7 +341,7 @@ class RolloutConsumer:
                 await self._fail(hop, claim, ROLLOUT_TIMEOUT, f"not sampled within {config.task_seconds:g} s")
                 return None
             if task.pinned_version is not None and (others := _sampled_by(group) - {task.pinned_version}):
-                # The engine was given other weights before it began: nobody would know of whom this is the answer.
+                # The engine was given other weights before it began: the answer's version would be unknown.
                 log.warning("task was sampled by another version", extra={"versions": sorted(others)})
                 await self._hold(OTHER_VERSION_PAUSE_SECONDS)
                 await hop.hand_back(claim)
@@ -430,7 +430,7 @@ class RolloutConsumer:
         await retry(partial(hop.resolve, claim, Resolution.FAILED, reason), waiting_for=DATA_PLANE)
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
-        # If this fails too, the lease ends and somebody else takes the claim over.
+        # If this fails too, the lease ends and another consumer takes the claim over.
         try:
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 await hop.hand_back(claim)

@@ -110,7 +110,7 @@ def _plain_step(result: Any) -> object:
 
 
 def _plain(info: Info) -> dict[str, Any]:
-    """Make JSON of what is used of an info; a state is told by its ``repr``."""
+    """Make JSON of what is used of an info; a state becomes its ``repr``."""
     metrics = info.get("metrics")
     numbers = {
         str(name)[:LONGEST_NAME]: float(value)

@@ -22,7 +22,7 @@ class FailedSamples:
     """Keeps tasks that fail here: the prompt, and what earlier rollouts handed over of its answers.
 
     Args:
-        kept: who is told of them.
+        kept: their receiver.
         renderer: renders prompts as the engine is given them.
     """
 

@@ -1,4 +1,4 @@
-"""Tells the engine which versions are profiled: those of the spec, then those that a person chose while it ran."""
+"""Passes the versions to profile to the engine: those of the spec, then those that a user chose while it ran."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -58,14 +58,14 @@ class ProfiledEpisodes:
         if config == self._told:
             return
         self._told = config
-        # An engine that has died says so to those who wait for it.
+        # An engine that has died reports it to its waiters.
         with suppress(FlotillaError):
             versions = frozenset(config.engine_versions)
             self._engine.profile(self._directory, versions, config.engine_steps, self._service_id())
 
 
 def with_changes(config: ProfilerConfig, settings: Mapping[str, Any]) -> ProfilerConfig:
-    """Read the section as keys say that were changed while the experiment ran, by path."""
+    """Read the section with the keys that were changed while the experiment ran, by path."""
     changed = {path.removeprefix(SECTION): value for path, value in settings.items() if path.startswith(SECTION)}
     return ProfilerConfig.model_validate(config.model_dump() | changed) if changed else config
 

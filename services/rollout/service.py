@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """An engine that dies this often without a group answered in between will not recover by itself."""
 LOOK_SECONDS = 1.0
-"""Between two looks at the engine's load, and at tasks that fail."""
+"""Between two checks of the engine's load, and of failing tasks."""
 
 
 HAND_OVER_SECONDS = 3.0
@@ -62,7 +62,7 @@ class GracefulShutdown:
         """Set once nothing is left to do before the process may end."""
 
     def take(self, desired: DesiredState) -> None:
-        """Record the gateway's desired state; its notice is what is left of it now."""
+        """Record the gateway's desired state; its notice is the remaining time."""
         if desired.state is not WorkState.DRAINING:
             self._by_gateway = None
             self._interrupted_at = None
@@ -72,7 +72,7 @@ class GracefulShutdown:
             self._by_gateway = time.monotonic() + DRAIN_NOTICE_SECONDS
 
     def leave(self, notice_seconds: float) -> None:
-        """Leave for good within so many seconds, whatever the gateway says; told again, by the earlier end."""
+        """Leave for good within so many seconds, whatever the gateway orders; if repeated, by the earlier end."""
         ends = time.monotonic() + notice_seconds
         self._by_signal = ends if self._by_signal is None else min(self._by_signal, ends)
 
@@ -83,7 +83,7 @@ class GracefulShutdown:
 
     @property
     def seconds_left(self) -> float:
-        """What is left of the notice."""
+        """The remaining time of the notice."""
         ends = [end for end in (self._by_gateway, self._by_signal) if end is not None]
         return min(ends, default=time.monotonic() + DRAIN_NOTICE_SECONDS) - time.monotonic()
 
@@ -119,7 +119,7 @@ async def hand_over(worker: RolloutConsumer) -> None:
 
 
 async def _interrupt(worker: RolloutConsumer) -> None:
-    # An engine that does not end its requests in time keeps nobody: their tasks are handed back without them.
+    # An engine that does not end its requests in time delays nothing: their tasks are handed back without it.
     with suppress(TimeoutError):
         async with asyncio.timeout(HAND_OVER_SECONDS):
             await worker.interrupt()
@@ -182,12 +182,12 @@ class RolloutService(SessionFollower[Session]):
         )
 
     def _refused_weights(self) -> Failure | None:
-        """Tell of a version that the engine cannot take, such as adapters of another base than its own files."""
+        """Report a version that the engine cannot load, such as adapters of another base than its own files."""
         why = None if self._session is None else self._session.receiver.refusal
         return None if why is None else Failure(component="weights", cause=why, fatal=False)
 
     def _lost_agent(self) -> Failure | None:
-        """Tell of an agent that dies; one that will not recover ends the experiment."""
+        """Report an agent that dies; one that will not recover ends the experiment."""
         agents = None if self._session is None else self._session.agents
         return None if agents is None or agents.environment is None else agents.environment.failure
 
@@ -281,7 +281,7 @@ class RolloutService(SessionFollower[Session]):
             self._is_opening = False
 
     async def _follow_shift(self, session: Session) -> bool:
-        """Put the engine to sleep, or wake it; False if it had to be given up.
+        """Put the engine to sleep, or wake it; False if it had to be killed.
 
         An engine that does not go to sleep is ended: others wait for its memory.
         """
@@ -351,11 +351,11 @@ class RolloutService(SessionFollower[Session]):
     async def _after_engine_death(self, error: WorkerDied) -> None:
         if self._session is not None and self._session.worker.answered:
             self._restarts.forget()
-        # A server that somebody else starts is away for as long as he wants: the next start waits for it.
+        # An external server may be away for any time: the next start waits for it.
         pause = FIRST_PAUSE_SECONDS if isinstance(error, ServerUnreachable) else self._restarts.died()
         log.error("the engine's process ended", extra={"cause": error.detail, "again_after_seconds": pause})
         await self._end_session(keep_assignment=True)
-        # Whatever was told of it until now is this one death.
+        # All reports of it until now are of this one death.
         self._engine_died = None
         self._failure = Failure(component="rollout engine", cause=error.detail, fatal=pause is None)
         if pause is None:

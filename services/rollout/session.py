@@ -1,4 +1,4 @@
-"""Opens and closes what a rollout service needs for one experiment: engine, weights, who answers, what is kept."""
+"""Opens and closes what a rollout service needs for one experiment: engine, weights, episodes, samples."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,6 +1,6 @@
 """Grows one trajectory of many turns: tokens are appended as they were made, and nothing is made twice.
 
-Whoever drives a conversation uses it: an episode of the rollout, or an agent from outside whose requests it serves.
+It is used by episodes of the rollout, and for external agents whose requests it serves.
 What the policy is shown is appended by ``show``, what the engine sampled by ``sample``, with the engine's own
 log-probabilities and versions.
 """

@@ -116,7 +116,7 @@ class EnvironmentAgent:
     async def run(self) -> None:
         """Keep it running until this is cancelled, or it will not recover; it is ended then, with all that it started.
 
-        What it is told is in its environment, and neither in its command nor in a file: its token is nobody else's.
+        Its settings are in its environment, neither in its command nor in a file: its token stays private.
         """
         place = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="flotilla-agent-"))
         try:

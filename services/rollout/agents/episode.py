@@ -75,7 +75,7 @@ class Endpoint(StrEnum):
 class EpisodeGone(FlotillaError):
     """The episode is not open (any more)."""
 
-    code, title, status = "episode_gone", "The episode is gone", 410
+    code, title, status = "episode_gone", "The episode has ended", 410
 
 
 class LimitReached(InvalidRequest):
@@ -91,7 +91,7 @@ class Asked:
     Attributes:
         endpoint: what it was sent to.
         body: JSON.
-        is_repeated: the client says that it sent the same before, and got no answer.
+        is_repeated: the client marks it as a retry of a request without an answer.
     """
 
     endpoint: "Endpoint"
@@ -153,7 +153,7 @@ class Threads:
     def _ended(self, working: "asyncio.Future[Result]") -> None:
         self._places.release()
         if not working.cancelled():
-            working.exception()  # whoever asked may be gone
+            working.exception()  # the caller may be gone
 
 
 class Episode:
@@ -165,7 +165,7 @@ class Episode:
         index: which of the task's group it is.
         spec: of the experiment.
         attempt: how often this episode was begun, this time included.
-        on_death: told when the engine's process ended under a request.
+        on_death: called when the engine's process ended under a request.
         threads: where requests are read, rendered and tokenised, and replies made.
     """
 
@@ -239,7 +239,7 @@ class Episode:
             self._heard = self._clock()
 
     def close(self, how: Ended) -> None:
-        """End it: what is being sampled is given up, and told so."""
+        """End it: requests being sampled are aborted with an error."""
         self._end = how
         for turn in self._unrecorded:
             turn.sampling.cancel()
@@ -260,7 +260,7 @@ class Episode:
             has_hung_up: asked before anything is recorded: what no agent sees is no turn of its conversation.
 
         Returns:
-            None where nobody is there to be answered.
+            None if the client has disconnected.
 
         Raises:
             EpisodeGone: the episode ended, perhaps meanwhile.
@@ -291,19 +291,19 @@ class Episode:
 
     async def _answered(self, turn: "_Turn", has_hung_up: HasHungUp) -> Reply | None:
         try:
-            # Whoever asks may hang up and ask again: what is sampled is then there.
+            # A client may hang up and ask again: the finished sample is then there.
             sampled = await asyncio.shield(turn.sampling)
         except asyncio.CancelledError:
             self._check_open()
             if turn.sampling.cancelled():
-                return None  # given up, since its client had hung up
+                return None  # aborted, since its client had hung up
             raise
         except FlotillaError:
             self._forget(turn)
             raise
         if turn.reply is None and await has_hung_up():
             return None
-        # Whoever sent the same again may have had it recorded while this looked at the connection.
+        # A retry may have had it recorded while this checked the connection.
         if turn.reply is None:
             self._keep(turn, sampled)
         return turn.reply
@@ -378,7 +378,7 @@ class Episode:
 
     def _forget(self, turn: "_Turn") -> None:
         if turn not in self._unrecorded:
-            return  # another who waited for it did so, and its branch may be busy again
+            return  # another waiter did so, and its branch may be busy again
         self._unrecorded.discard(turn)
         self._conversations.drop(turn.draft)
         if self._turns.get(turn.name) is turn:

@@ -3,7 +3,7 @@
 ``run`` owns a group from its claim to its end, and every wait in it: an episode whose agent is silent or too slow is
 abandoned there and handed out again, a group that takes too long continues with what it has. A group is never begun by
 anybody but its claim's holder, so the ledger knows nothing of episodes: when this process dies the task is claimed by
-another, and its agents are told that their episodes are gone.
+another, and its agents learn that their episodes have ended.
 """
 
 import asyncio
@@ -219,8 +219,8 @@ class AgentEpisodes:
         ends = [member.episode.ends_at for member in offer.members if member.episode is not None]
         if offer.began is not None:
             ends.append(offer.began + self._config.group_seconds)
-        # Without an end nobody has begun: agents may come when they like, and the experiment's end ends the wait. With
-        # one it is examined now and then, since a reply that arrives makes its agent's lease begin.
+        # Without a deadline before the first episode: agents may come at any time; the experiment's end ends the wait.
+        # With one it is examined now and then, since a reply that arrives makes its agent's lease begin.
         left = min(max(0.0, min(ends) - self._clock()), self._config.lease_seconds / 4) if ends else None
         try:
             async with asyncio.timeout(left):
@@ -392,7 +392,7 @@ class AgentEpisodes:
         async with episode.ending():
             trajectories = await episode.trajectories()
             if window is not None:
-                # Nobody waits longer than for the window; a reward that is there is not waited for.
+                # The wait ends with the window; an available reward is not waited for.
                 await self._mailbox.expect(episode_id, seconds=max(window, KEPT_REWARD_SECONDS if reward else 0.0))
                 if reward is not None:
                     await self._mailbox.deliver(episode_id, reward.model_dump_json().encode())
@@ -421,7 +421,7 @@ class AgentEpisodes:
 
 
 KEPT_REWARD_SECONDS: Final = 86_400.0
-"""How long a reward that came with the end of an episode is kept for who grades."""
+"""How long a reward that came with the end of an episode is kept for the reward service."""
 
 _NOTHING: Final = Trajectory(
     token_ids=np.zeros(1, np.int32),

@@ -76,7 +76,7 @@ class Choice(TolerantWire):
 
 
 class Thinking(TolerantWire):
-    """Whether, and how, thoughts are told."""
+    """Whether, and how, thoughts are returned."""
 
     type: str = "disabled"
     display: str | None = None

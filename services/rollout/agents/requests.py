@@ -266,7 +266,7 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical(message: Message) -> str:
-    """Name a message by what it says; white space around an assistant's text and ids of calls say nothing.
+    """Name a message by its content, without white space around an assistant's text and without ids of calls.
 
     What an assistant said is recorded as tokens, so two spellings of it that mean the same reply are the same.
     """

@@ -23,7 +23,7 @@ MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 ALIVE_SECONDS: Final = 5.0
 ALIVE: Final = b": the policy is writing\n\n"
 RETRIES: Final = "x-stainless-retry-count"
-"""Header in which OpenAI's and Anthropic's clients say that they send a request again."""
+"""Header in which OpenAI's and Anthropic's clients mark a retry."""
 
 STREAMED: Final[dict[str, Any]] = {"content": {"application/json": {}, "text/event-stream": {}}}
 
@@ -35,7 +35,7 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
 
     Args:
         find: finds the episodes of an experiment in what the app's lifespan opened; None if it is not worked for here.
-        accepts: tells whether an ``Authorization`` header is let in.
+        accepts: checks an ``Authorization`` header.
     """
 
     async def is_let_in(request: Request) -> None:
@@ -134,7 +134,7 @@ def _is_streamed(body: bytes) -> bool:
 
 
 async def _stream(episode: Episode, asked: Asked, request: Request) -> AsyncIterator[bytes]:
-    """Send comments while the reply is sampled, so that nobody takes the silence for a broken connection."""
+    """Send comments while the reply is sampled, so that the silence is not taken for a broken connection."""
     is_anthropic = asked.endpoint.is_anthropic
     answering = asyncio.ensure_future(episode.answer(asked, request.is_disconnected))
     try:

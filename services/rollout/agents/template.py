@@ -50,7 +50,7 @@ class ChatTemplate:
         if self._renderer.is_chat:
             return self._render(messages, tools, opens=True)
         if tools:
-            raise InvalidRequest("the model has no chat template, so it cannot be told of tools")
+            raise InvalidRequest("the model has no chat template, so tools cannot be described to it")
         if any(not isinstance(each["content"], str) for each in messages):
             raise InvalidRequest("the model has no chat template, so it cannot be shown images")
         plain = [Message(each["role"], each["content"]) for each in messages]
@@ -130,5 +130,5 @@ class ChatTemplate:
         try:
             return self._renderer.render(messages, tools, opens=opens)
         except Exception as error:
-            # A template is a program of the model's maker: it says by any error what it does not take.
+            # A template is a program of the model's maker: it may refuse messages with any error.
             raise InvalidRequest(f"the model's chat template does not take these messages: {error}"[:500]) from error

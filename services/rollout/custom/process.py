@@ -18,7 +18,7 @@ MODULE = "flotilla.services.rollout.custom_code"
 
 
 class Refused(Exception):
-    """A function says no."""
+    """A function refuses."""
 
 
 class CustomProcess:

@@ -7,7 +7,7 @@ def group_sizes(waiting: Sequence[int], free: int, slots: int) -> list[int]:
     """Decide how many samples of each waiting request join now, first come first served.
 
     A request joins whole, so that its prompt is computed once; one that is larger than the batch joins in parts.
-    Nobody overtakes, so nobody starves.
+    No request overtakes another, so none starves.
 
     Args:
         waiting: samples of each waiting request, oldest first.

@@ -68,7 +68,7 @@ UNMIXED = ResumeRule()
 
 
 OnEngineDeath = Callable[[WorkerDied], None]
-"""Called by whoever finds that the engine's process has ended."""
+"""Called when the engine's process is found to have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class SamplingParameters:
         repetition_penalty: what logits of tokens of prompt and completion are divided by (multiplied, if negative).
         presence_penalty: taken off the logits of the completion's tokens.
         frequency_penalty: taken off them as often as they are in it.
-        greedy: take the most likely token; penalties count for it, too.
+        greedy: take the most likely token, after penalties.
         stop_token_ids: sampling one of these ends the completion; the token is kept in it.
         stop: decoded text that ends the completion; its tokens are kept.
         ignore_eos: do not end at the model's own end-of-sequence tokens (``stop_token_ids`` still end).
@@ -205,7 +205,7 @@ class WeightTransfer(Protocol):
     """
 
     def advance(self, bytes_arrived: int) -> None:
-        """Note that the first bytes of the image are there; nobody has verified them."""
+        """Note that the first bytes of the image are there, not verified yet."""
 
     def complete(self) -> None:
         """Note that the image is whole and right: it will be loaded unless something happens."""
@@ -215,7 +215,7 @@ class WeightTransfer(Protocol):
 
 
 class GroupBroken(Exception):
-    """A weight group was not formed, or a member of it is gone: this one may be in the next."""
+    """A weight group was not formed, or has lost a member; this one may join the next."""
 
 
 @runtime_checkable
@@ -245,10 +245,10 @@ class GroupMember(Protocol):
         """
 
     async def receive(self, order: PublicationOrder) -> None:
-        """Take all tensors that the sender broadcasts; from the first on nobody knows the weights until the last.
+        """Receive all tensors that the sender broadcasts; between the first and the last the weights are undefined.
 
         Raises:
-            GroupBroken: a member is gone; it can join another epoch.
+            GroupBroken: a member is lost; it can join another epoch.
             WeightTransferFailed: the engine did not take them.
             WorkerDied: the engine's process ended, or is stuck.
         """
@@ -342,7 +342,7 @@ class ProfilesSteps(Protocol):
 
 @runtime_checkable
 class ProvesWeights(Protocol):
-    """An engine that can tell what it serves by its own memory, beside what ``Engine`` has."""
+    """An engine that can prove what it serves from its own memory, in addition to ``Engine``."""
 
     async def load_proved(self, image: Path, version: int, on_update: OnWeightUpdate, digest: str) -> bool:
         """Do what ``Engine.load_weights`` does, and sample nothing before the weights are found to be the right ones.
@@ -377,7 +377,7 @@ class Engine(Protocol):
         Raises:
             ModelError: the model cannot be loaded.
             WorkerDied: the engine's process ended meanwhile.
-            Unavailable: it is somebody else's to start, and cannot be reached now.
+            Unavailable: it is an external server, and cannot be reached now.
         """
 
     async def close(self) -> None:

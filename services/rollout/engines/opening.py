@@ -1,4 +1,4 @@
-"""Makes the engine that a spec asks for, and says which ones a service can use."""
+"""Makes the engine that a spec asks for, and lists those that a service can use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -104,7 +104,7 @@ def _adapters(spec: ExperimentSpec) -> AdapterSettings | None:
 
 
 def _options(spec: ExperimentSpec, engine: ServerEngineConfig) -> Options:
-    """Divide the model among the devices that are asked for, where the options do not say how."""
+    """Divide the model among the devices that are asked for, if the options do not."""
     count = spec.resources.rollouts.devices
     if count in {"auto", 1} or split_sizes(engine.options):
         return engine.options

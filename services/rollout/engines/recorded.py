@@ -22,7 +22,7 @@ from flotilla.shared.schemas.task import sample_seed
 from flotilla.shared.schemas.trajectory import FinishReason, Group, Trajectory
 
 ANY_TOKEN: Final = 1 << 31
-"""Size of a vocabulary without bound: a prompt's tokens are not looked at."""
+"""Size of a vocabulary without bound: a prompt's tokens are not checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ class EngineSettings:
         start_seconds: deadline of ``start``.
         call_seconds: deadline of a call that waits for no sampling.
         close_seconds: how long ``close`` waits before it kills the engine's process.
-        image_pixels: least and most pixels of an image, each None where the model's processor says it; None where
+        image_pixels: least and most pixels of an image, each None to keep the model's processor's; None where
             prompts have no images.
         records_experts: record which experts the routers of a mixture choose for each token.
     """

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from flotilla.shared.schemas.task import Task
 
 Info = Mapping[str, Any]
-"""What an environment says beside the observation; all of it may be left out.
+"""An environment's info beside the observation; all of it is optional.
 
 ``instruction`` (of ``reset``): put before the first observation where the task has no prompt of its own.
 ``metrics``: numbers by name, of the episode so far; those of the last step count. ``success`` is shown as such.
@@ -89,7 +89,7 @@ class ActionTable:
         return self._numbers.get(self._written(text).casefold())
 
     def told(self, text: str) -> Mapping[str, Any]:
-        """Return what an environment's info says of an action; see ``Info``."""
+        """Parse an environment's info; see ``Info``."""
         return {"action": self._written(text), "is_valid": self.read(text) is not None}
 
     def _written(self, text: str) -> str:

@@ -148,7 +148,7 @@ class EnvironmentConversation:
         return Reply(messages, value, finish, state, is_fresh=True)
 
     async def close(self) -> None:
-        """Close the environment, if it can be closed; what that raises is nobody's."""
+        """Close the environment, if it can be closed; errors of that are ignored."""
         close = getattr(self._environment, "close", None)
         if callable(close):
             try:

@@ -1,4 +1,4 @@
-"""Countdown: reach a number with others, each used at most once, by + - * /; wrong answers may be mended."""
+"""Countdown: reach a number with others, each used at most once, by + - * /; wrong answers may be corrected."""
 
 import ast
 import random

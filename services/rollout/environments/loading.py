@@ -52,7 +52,7 @@ def load_environment(
         make = partial(kind, name.removeprefix(OPENENV).removeprefix(USER), networks=networks)
         if "networks" in options:
             raise InvalidSpec(
-                f"environment {name!r} does not take the option networks: the rollout service is told them"
+                f"environment {name!r} does not take the option networks: it is a setting of the rollout service"
             )
     else:
         make = load_callable(name, what="environment", kind="class", accepts=inspect.isclass)

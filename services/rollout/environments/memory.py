@@ -13,13 +13,13 @@ INSTRUCTION: Final = "{instruction}"
 
 
 def filled(template: str, places: Mapping[str, str]) -> str:
-    """Put values into a template's places; what a value says is no place."""
+    """Fill a template's placeholders; placeholders inside values are kept."""
     pattern = "|".join(map(re.escape, places))
     return re.sub(pattern, lambda found: places[found[0]], template)
 
 
 class TurnMemory:
-    """The turns of one episode so far, as later ones are told of them.
+    """The turns of one episode so far, as shown in later ones.
 
     Args:
         config: how many, and how each is written.

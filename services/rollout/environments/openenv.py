@@ -107,7 +107,7 @@ class OpenEnv:
         """Act.
 
         Raises:
-            EpisodeFailed: the session is gone, the environment failed, or an episode ended without any reward.
+            EpisodeFailed: the session is lost, the environment failed, or an episode ended without any reward.
         """
         action = self._action_of(text)
         if action is None:
@@ -204,7 +204,7 @@ class OpenEnv:
         if self._connection is None:
             raise EpisodeFailed("the session has ended")
         try:
-            # A session that was refused is told so before it is closed: that is read.
+            # A refused session receives the reason before it is closed: that is read.
             with contextlib.suppress(ConnectionClosed):
                 await self._connection.send(json.dumps(message))
             answer = json.loads(await self._connection.recv())
@@ -225,4 +225,4 @@ def _code(answer: Mapping[str, Any]) -> str | None:
 def _said(answer: Mapping[str, Any]) -> str:
     data = answer.get("data")
     message = data.get("message") if isinstance(data, Mapping) else None
-    return f"the server says {str(message)[:500]!r} ({_code(answer)})"
+    return f"the server answered {str(message)[:500]!r} ({_code(answer)})"

@@ -113,7 +113,7 @@ class SimulatedUser:
         return "", {}
 
     async def step(self, text: str) -> Step:
-        """Tell the user what the policy said, and let the user answer.
+        """Send the policy's text to the user, and let the user answer.
 
         Raises:
             EpisodeFailed: the server cannot be reached, or its answer is none.

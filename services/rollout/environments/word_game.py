@@ -1,4 +1,4 @@
-"""A word game: guess a word of five letters from what each guess says about its letters."""
+"""A word game: guess a word of five letters from the feedback on the letters of each guess."""
 
 import random
 from collections import Counter

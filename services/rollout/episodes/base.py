@@ -21,7 +21,7 @@ class Episodes(Protocol):
 
         Raises:
             InvalidRequest: the task cannot be answered.
-            EpisodeFailed: the group is given up; its code is the reason.
+            EpisodeFailed: the group fails; its code is the reason.
             WorkerDied: the engine's process ended.
         """
 

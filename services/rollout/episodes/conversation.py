@@ -30,7 +30,7 @@ class Reply:
 class Conversation(Protocol):
     """One episode's other side. What it raises is an ``EpisodeFailed``: the episode becomes an error.
 
-    Begun again with the same task and told the same answers, it says the same; one that cannot says so by
+    Started again with the same task and given the same answers, it repeats itself; one that cannot declares so by
     ``is_replayable``, and its episodes begin afresh when they change hands.
     """
 

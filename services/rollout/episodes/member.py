@@ -88,7 +88,7 @@ class Member:
 
         Raises:
             CannotBeShown: the first prompt cannot be shown to the engine; a later turn's ends the episode.
-            EnvironmentDiverged: the conversation does not say again what it said before.
+            EnvironmentDiverged: the conversation does not repeat what it returned before.
             PromptTooLong: the first prompt leaves no room for a completion.
         """
         self._builder = TrajectoryBuilder(self.renders)
@@ -178,7 +178,7 @@ class Member:
         return None
 
     def _context(self, reply: Reply) -> tuple[Illustrated, bool]:
-        """Render what is shown next, and say whether it is a whole prompt. Blocks."""
+        """Render what is shown next, and return whether it is a whole prompt. Blocks."""
         if reply.is_fresh:
             return rendered(self.renderer, reply.messages), True
         before = self._builder.prompt_ids

@@ -2,7 +2,7 @@
 
 Tokens are only appended: what the template shows otherwise than it was sampled is a sequence behind the others. A group
 that was handed over continues: finished members stay, the conversation of each other one is replayed from its beginning
-with the recorded answers, and must say what it said before.
+with the recorded answers, and must return what it returned before.
 
 Redundant members are played beside a group that begins. The first that are finished without an error are its members:
 one that is neither finished nor needed any more is ended, with its environment.
@@ -48,7 +48,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: TurnLimits, context_tokens: int, images: ImagesConfig | None = None) -> "Limits":
-        """Read what a spec says of it."""
+        """Read it from a spec."""
         most = min(config.max_tokens or context_tokens, context_tokens)
         max_images = 0 if images is None else images.max_per_prompt
         return cls(config.max_turns, most, config.max_response_tokens, config.history == "branch", max_images)

@@ -9,7 +9,7 @@ from flotilla.shared.vision.parts import Part, are_parts, marked, uri_of
 
 
 def shown(text: object) -> str:
-    """Write what a tool or an environment said so that it can be encoded: a lone surrogate is no text."""
+    """Make an observation of a tool or an environment encodable: a lone surrogate is no text."""
     return str(text).encode("utf-8", "replace").decode()
 
 

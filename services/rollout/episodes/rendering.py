@@ -76,7 +76,7 @@ class TurnRenderer(Renderer, Protocol):
 
 
 MARK = "Answer-4f1c"
-"""Stands for what the policy sampled while the template is asked what comes behind it."""
+"""Placeholder for what the policy sampled while the template renders what comes behind it."""
 
 
 class ChatRenderer:
@@ -128,7 +128,7 @@ class ChatRenderer:
         return SpecialTokens.of(self._tokenizer, self.stop_token_ids)
 
     def longest_token(self) -> int:
-        """Count the characters of the longest token. A byte of those that stand for bytes is a character."""
+        """Count the characters of the longest token. A byte token counts as a character."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from flotilla.shared.schemas.health import SamplingReport
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What a tokenizer says of its special tokens.
+    """A tokenizer's special tokens.
 
     Attributes:
         ids: all of them.

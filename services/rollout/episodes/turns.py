@@ -45,7 +45,7 @@ class Turns:
         return self.greedy_baseline and task.pinned_version is None
 
     def sampling_of(self, task: Task) -> SamplingConfig:
-        """Choose what the spec says of a task's turns; in training, with what was changed before it was issued."""
+        """Choose the spec's settings for a task's turns; in training, with what was changed before it was issued."""
         if task.pinned_version is not None:
             return self.evaluation
         changed = {path[len(SAMPLING) :]: v for path, v in task.settings.items() if path.startswith(SAMPLING)}
@@ -54,7 +54,7 @@ class Turns:
     def parameters(
         self, task: Task, stop_token_ids: tuple[int, ...], *, greedy: bool = False, most: int | None = None
     ) -> SamplingParameters:
-        """Say to the engine how a turn of a task is sampled, of ``most`` tokens where there is no room for more."""
+        """Make the engine's sampling parameters for a turn, with ``most`` tokens at the most."""
         sampling = self.sampling_of(task)
         max_new_tokens = sampling.max_new_tokens
         return SamplingParameters(
@@ -90,7 +90,7 @@ class Requests:
         await asyncio.gather(*map(self._abort, list(self._in_flight)))
 
     async def _abort(self, request_id: str) -> None:
-        # An engine that has died says so to those who wait for it.
+        # An engine that has died reports it to its waiters.
         with contextlib.suppress(FlotillaError):
             await self._engine.abort(request_id)
 

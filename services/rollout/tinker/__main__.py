@@ -23,12 +23,12 @@ SLOTS = 64
 
 
 def main() -> int:
-    """Work until told to end; see ``run_process``."""
+    """Work until a signal ends it; see ``run_process``."""
     return run_process("sampler", sample)
 
 
 def sample(settings: ServiceSettings, model: str) -> None:
-    """Sample until told to end."""
+    """Sample until a signal ends it."""
     use_one_thread()
     asyncio.run(_work(settings, Path(model)))
 

@@ -18,7 +18,7 @@ from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, wei
 
 
 class Adapter(Record):
-    """What ``adapter_config.json`` says that is needed here."""
+    """The needed part of ``adapter_config.json``."""
 
     r: int
     lora_alpha: float

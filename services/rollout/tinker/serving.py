@@ -1,7 +1,8 @@
 """What the sampler's engine samples from: the base or a model's own weights, and adapters of the base side by side.
 
 Where the engine takes adapters, samples of many models are in one batch, and a model that was not sampled from lately
-costs what reading its adapter costs. Else, and for models that train whole, the engine's weights change with who asks.
+costs what reading its adapter costs. Else, and for models that train whole, the engine's weights change with the
+request.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 SERVED_KEPT = 4096
 MOST_ADAPTERS = 128
-"""In the engine; more than requests that are sampled at a time, so that nobody samples from one of them at least."""
+"""In the engine; more than requests that are sampled at a time, so that at least one of them is not in use."""
 MOST_ADAPTER_BYTES = 10**9
 BASE = "base"
 
@@ -186,7 +187,7 @@ class ServedWeights:
             raise NotFound(f"{directory.name}: the saved model was replaced meanwhile")
 
     async def _make_room(self, newest: str) -> None:
-        """Drop adapters that nobody samples from, those unused longest first."""
+        """Drop unused adapters, least recently used first."""
         assert isinstance(self._engine, AddsAdapters)
         total = sum(each.num_bytes for each in self._adapters.values())
         for name, loaded in list(self._adapters.items()):

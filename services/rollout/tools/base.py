@@ -14,7 +14,7 @@ Schema = Mapping[str, Any]
 
 
 class ToolFailed(Exception):
-    """The tool says no: the arguments are wrong, or what was asked cannot be done. The policy is told so."""
+    """The tool refuses: the arguments are wrong, or the call cannot be done. The policy receives the reason."""
 
 
 class Tool(Protocol):
@@ -23,10 +23,10 @@ class Tool(Protocol):
     schema: Schema
 
     async def call(self, arguments: Mapping[str, Any]) -> Result:
-        """Do what was asked, and say what came of it.
+        """Execute the call, and return its result.
 
         Raises:
-            ToolFailed: it cannot be done; the policy is told.
+            ToolFailed: it cannot be done; the policy receives the reason.
             EpisodeFailed: the tool cannot be reached; the episode is an error.
         """
 

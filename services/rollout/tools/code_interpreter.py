@@ -1,6 +1,6 @@
 """An interpreter or a shell in the sandbox as a tool: what one call leaves is there for the next one of the episode.
 
-The session is made at the first call. What the program does wrong is its result, and the policy is told. What the
+The session is made at the first call. The program's errors are its result, which the policy receives. What the
 sandbox does not do (no place, no connection, an error of its own) is an error of the episode. The code that grades an
 episode runs in the same session, before that is closed: what the policy left there is what is graded.
 """
@@ -34,7 +34,7 @@ DESCRIPTIONS: Final = {
 }
 SOURCES: Final = {"python": "Python source text.", "shell": "Shell commands."}
 QUEUE_SECONDS: Final = 165.0
-"""For a place in the sandbox, whose own queue gives up after 30 s, and for a provider's box."""
+"""For a place in the sandbox, whose own queue times out after 30 s, and for a provider's box."""
 EXTENSION_SECONDS: Final = 60.0
 """How much longer a cell may take on a busy machine: the sandbox does not count what it waits for a processor."""
 CLOSE_SECONDS: Final = 5.0
@@ -48,7 +48,7 @@ class Sandboxes:
     """How a sandbox is reached.
 
     Attributes:
-        address: finds one that is there now; ``Unavailable`` where none is.
+        address: finds a present one; raises ``Unavailable`` if there is none.
         token: that it lets in.
         experiment: whose sessions these are; they wait for each other's turns.
     """
@@ -190,7 +190,7 @@ class InterpreterSession:
             raise EpisodeFailed(f"the sandbox cannot be reached: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
-        """End the session; a sandbox that is gone has ended it."""
+        """End the session; a lost sandbox has ended it."""
         session, self._session = self._session, None
         if session is None:
             return

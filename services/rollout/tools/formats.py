@@ -2,7 +2,7 @@
 
 *hermes* (and *qwen*, whose form is the same): ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number
 of them. *llama*: the whole answer, behind ``<|python_tag|>`` or not, is ``{"name": ..., "parameters": {...}}``, several
-separated by ``;``. What looks like a call and cannot be read is told to the policy, so that it may try again.
+separated by ``;``. A malformed call is reported to the policy, so that it may try again.
 """
 
 import json
@@ -43,7 +43,7 @@ def split_calls(text: str, offered: Collection[str]) -> tuple[str, list[ToolCall
     """Split an answer in the hermes form into what it says, thoughts included, and its calls.
 
     What cannot be read stays text, and so does a call of a tool that was not offered: an agent from outside sees what
-    the policy wrote, and may tell it so.
+    the policy wrote, and may report it.
     """
     calls: list[ToolCall] = []
 
@@ -79,7 +79,7 @@ def _bare(text: str) -> list[ToolCall]:
 
 
 def _objects(text: str) -> Sequence[str]:
-    """Cut objects that semicolons separate; what is no object is left whole, to be told."""
+    """Cut objects that semicolons separate; what is no object is left whole, to be reported."""
     decoder, place = json.JSONDecoder(), 0
     found: list[str] = []
     while place < len(text):

@@ -20,7 +20,7 @@ from flotilla.shared.net.client.checked_transport import checked_client
 
 START_SECONDS = 30.0
 CLOSED = "Connection closed"
-"""What the package says of a server that has gone."""
+"""The package's messages for a lost server."""
 SECONDS_OF_A_STREAM = 300.0
 """A server may be silent for so long within one answer."""
 
@@ -126,7 +126,7 @@ class McpServer:
                 async with asyncio.timeout(seconds):
                     self._session = await ready
             except BaseException as error:
-                # Whoever comes next begins another session, whatever becomes of this one.
+                # The next call begins another session, whatever becomes of this one.
                 holder, self._holder = self._holder, None
                 holder.cancel()
                 if isinstance(error, TimeoutError):

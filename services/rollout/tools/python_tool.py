@@ -14,8 +14,9 @@ from flotilla.shared.errors import EpisodeFailed
 class PythonTool:
     """Calls a function, plain or async, with the arguments by name.
 
-    What it returns becomes text, but for parts with images. An exception is told to the policy, as a tool's refusal;
-    ``ConnectionError`` and ``TimeoutError`` say that something it needs is absent, and are errors of the episode.
+    What it returns becomes text, but for parts with images. An exception is reported to the policy, as a tool's
+    refusal; ``ConnectionError`` and ``TimeoutError`` mean that a dependency is unavailable, and are errors of the
+    episode.
 
     Raises:
         InvalidSpec: there is no such function.

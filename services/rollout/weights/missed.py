@@ -53,7 +53,7 @@ class Locator(Protocol):
     """Finds a version in the memory of this host."""
 
     async def __call__(self, url: str | None, checksum: str | None, peers: Sequence[str]) -> LocatedImage | None:
-        """Name the image's file, which has to be checked; None if nobody here has it."""
+        """Name the image's file, which has to be checked; None if no process of this host has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class MissedVersions:
             NotFound: there is not.
         """
         if desired.weights_url is None and (desired.policy_checksum is None or self.kept_in is None):
-            raise NotFound(f"nobody serves version {version} now")
+            raise NotFound(f"no source serves version {version} now")
 
     async def pulled(self, version: int, desired: DesiredState, reuse: Reuse, on_arrived: OnArrived) -> Path:
         """Fetch a version into a file.

@@ -1,12 +1,12 @@
 """Follows publications: receives, maps or fetches each image, and checks it.
 
 The engine serves the old version until the whole new image is here, its checksum is right and the gateway has
-committed it; then ``switcher`` makes it serve. A member that cannot follow a publication says so, and catches up by
+committed it; then ``switcher`` makes it serve. A member that cannot follow a publication reports it, and catches up by
 pulling the committed version.
 
 Has an engine that is itself a member of weight groups follow the publications that it takes part in.
 
-The engine is paused when it has joined, so an order is either followed to the commit or given up. A group that breaks
+The engine is paused when it has joined, so an order is either followed to the commit or abandoned. A group that breaks
 is no failure of this member: it stays paused for the next epoch, which the gateway opens at once, and gives up where
 that is without it. It does not stay so for a gateway that is absent: it waits for its word for a while, then continues
 sampling. What was lost on the way is loaded like any version that was missed.
@@ -54,7 +54,7 @@ CLOSE_SECONDS = 5.0
 WORD_PHASES = 2
 """Deadlines of a phase until the gateway has said what follows on joining: it takes one at most."""
 EPOCH_PHASES = 5
-"""The same once tensors have come, which are lost where this is given up: one until the others have them or are found
+"""The same once tensors have come, which are lost if this is abandoned: one until the others have them or are found
 missing, three for the sender to open the next epoch."""
 
 
@@ -119,7 +119,7 @@ class GroupOrders:
             await self._member.give_up()
 
     async def _settle(self, committed: int | None) -> None:
-        """Leave an order that is over: the switcher serves what was committed, anything else is given up."""
+        """Leave an order that is over: the switcher serves what was committed, anything else is dropped."""
         if self._following is None:
             return
         (_, task), self._following = self._following, None
@@ -389,7 +389,7 @@ class WeightReceiver:
         path = await self._missed.passed_on(order, self._images.give_away)
         image = await self._images.adopt(path)
         with self._images.using(image):
-            self._keep(order, image, order.manifest.checksum)  # Whoever fetched it has checked it.
+            self._keep(order, image, order.manifest.checksum)  # It was checked when it was fetched.
 
     def _has(self, order: PublicationOrder) -> bool:
         staged = self._images.staged
@@ -480,7 +480,7 @@ class WeightReceiver:
             await self._endpoint.close_epoch(epoch)
 
     def _report_group(self, order: PublicationOrder, state: ReceiveState, detail: str | None) -> None:
-        # The engine has no image whose checksum could be told: that it took every tensor is its word for it.
+        # The engine has no image with a checksum: its report that it took every tensor has to suffice.
         checksum = order.manifest.checksum if state is ReceiveState.RECEIVED else None
         self._report(order, state, checksum=checksum, detail=detail)
 

@@ -104,7 +104,7 @@ class StagedImages:
             self._release(replaced.image)
 
     def give_away(self, image_bytes: int) -> WeightImage | None:
-        """Lend an own image of this size that holds nothing of worth, taken back to be written; None if none is.
+        """Lend an own image of this size that is unused, to be overwritten; None if there is none.
 
         Its memory was touched before, which is most of what writing into a new one costs. One is lent at a time.
         """

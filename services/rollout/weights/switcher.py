@@ -62,9 +62,9 @@ class Reading:
     def advance(self, image: Path, num_bytes: int) -> None:
         """Note how far a file is; the pull has begun again if it is another one than before."""
         if self._transfer is not None and self._transfer[0] != image:
-            self._abort("it is pulled anew")
+            self._abort("it is pulled again")
         if self._transfer is None:
-            with contextlib.suppress(WorkerDied):  # whoever loads it finds out
+            with contextlib.suppress(WorkerDied):  # the loader will notice
                 self._transfer = image, self._engine.begin_transfer(image, self._version)
         if self._transfer is not None:
             self._transfer[1].advance(num_bytes)
@@ -130,7 +130,7 @@ class VersionSwitcher:
         self._is_reserved = self._is_to_be_reserved = False
         self._slept_at: int | None = None
         self._lacks_weights = False
-        """Whether the engine has no weights: since it was put to sleep, or they were given up."""
+        """Whether the engine has no weights: since it was put to sleep, or they were discarded."""
         self.is_asleep = False
         self.switches = 0
         self.served: ServedWeights | None = None
@@ -148,7 +148,7 @@ class VersionSwitcher:
         return self._gate.version if self._slept_at is None else self._slept_at
 
     async def sleep(self) -> None:
-        """Put the engine to sleep; new versions wait until ``wake``, one that is being loaded is given up for now.
+        """Put the engine to sleep; new versions wait until ``wake``, one that is being loaded is abandoned for now.
 
         Raises:
             WorkerDied: its process ended.
@@ -158,7 +158,7 @@ class VersionSwitcher:
         if self._pulling is not None:
             self._pulling[1].cancel()
         if self._loading is not None:
-            # An engine that hangs would never end it: who is asked to sleep is known to hang after a deadline.
+            # An engine that hangs would never end it: one asked to sleep is known to hang after a deadline.
             self._loading.cancel()
         async with self._engine_use:
             self._slept_at, self._lacks_weights = self.version, True
@@ -203,7 +203,7 @@ class VersionSwitcher:
         """Record the desired state."""
         self._desired = desired
         if self._pulling is not None and _server_of(desired.weights_url) != _server_of(self._pulling[0]):
-            # Whoever served it is gone: do not wait for it until the deadline.
+            # Its server is gone: do not wait for it until the deadline.
             self._pulling[1].cancel()
         self.look()
 
@@ -238,7 +238,7 @@ class VersionSwitcher:
             await self._news_within(pauses.failed())
 
     def _note_refused(self, version: int, why: str) -> None:
-        """Remember what cannot be served: it is told when it was no passing matter."""
+        """Remember what cannot be served: it is reported if it persists."""
         known = self._refused
         times = 1 + (known[1] if known is not None and known[0] == version else 0)
         self._refused = version, times, f"version {version} cannot be served: {why}"
@@ -264,7 +264,7 @@ class VersionSwitcher:
             return wanted if self._member is not None and self._member.received == wanted else None
         serving, hold = self._gate.version, self._desired.hold_version
         if serving is None:
-            # What it began with, the initial weights, is there again: their evaluation needs nobody else then.
+            # The initial weights are there again: their evaluation needs no other service then.
             return 0 if hold == 0 else wanted
         if wanted <= serving or (hold is not None and wanted > hold):
             return None
@@ -272,7 +272,7 @@ class VersionSwitcher:
 
     async def _serve(self, version: int) -> None:
         if self._is_reserved and self._member is not None:
-            # As for a load from here on: whoever reserves the engine for the next version waits until this one serves.
+            # As for a load from here on: the reservation for the next version waits until this one serves.
             self._is_reserved = False
             try:
                 await self._gate.announce(version)
@@ -311,7 +311,7 @@ class VersionSwitcher:
         self._refused = None
 
     async def _discard_unused(self) -> None:
-        """Have the first version that serves read over the weights that the engine began with: nobody samples them.
+        """Have the first version that serves overwrite the initial weights, which are not sampled from.
 
         A rollout that joins needs no new memory for it then, which takes longer to get than to fill.
         """
@@ -339,7 +339,7 @@ class VersionSwitcher:
             self._images.keep(None)
 
     async def _serve_located(self, version: int, desired: DesiredState) -> bool:
-        """Serve the image that another process of this host has; tells whether there is one that is right."""
+        """Serve the image that another process of this host has; returns whether there is a correct one."""
         located = await self._missed.located(desired)
         if located is None:
             return False
@@ -379,7 +379,7 @@ class VersionSwitcher:
 
         Args:
             image, version: as of ``Engine.load_weights``.
-            digest: of what was published; None where nobody told it.
+            digest: of what was published; None if unknown.
 
         Raises:
             Unavailable: it is to sleep.
@@ -419,7 +419,7 @@ class VersionSwitcher:
 
 
 async def _unless_cancelled(work: asyncio.Future[Result], error: Exception) -> Result:
-    """Await what somebody else may cancel; raises the error if that is so."""
+    """Await work that another task may cancel; raises the error in that case."""
     try:
         return await work
     except asyncio.CancelledError:
@@ -430,5 +430,5 @@ async def _unless_cancelled(work: asyncio.Future[Result], error: Exception) -> R
 
 
 def _server_of(url: str | None) -> str | None:
-    """Cut the version off: a newer one of the same trainer is no reason to give up what comes."""
+    """Remove the version from the key: a newer one of the same trainer does not abort the arriving one."""
     return None if url is None else url.rpartition("/")[0]

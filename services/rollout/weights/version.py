@@ -35,7 +35,7 @@ class VersionGate:
             await self._changed.wait_for(lambda: self._coming >= version)
 
     async def at_least(self, version: int, wait_seconds: float) -> int:
-        """Wait until ``version`` or a newer one serves, and say which.
+        """Wait until ``version`` or a newer one serves, and return which.
 
         Raises:
             TimeoutError: it did not come within ``wait_seconds``.

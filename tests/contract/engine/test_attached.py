@@ -243,7 +243,7 @@ async def test_a_server_that_another_rollout_takes_is_told_from_ours(kind: Kind,
         async with attached(kind, model, port) as second:
             await second.load_weights(model / "model.safetensors", 1, OnWeightUpdate.DRAIN)
 
-            with pytest.raises(WorkerDied, match="somebody else uses it"):
+            with pytest.raises(WorkerDied, match="another client uses it"):
                 await sample(first)
 
             assert (await sample(second)).versions == ((0, 1),)

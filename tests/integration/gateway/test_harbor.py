@@ -130,7 +130,7 @@ async def test_what_a_harness_starts_is_there_for_the_tests_and_the_tests_are_no
         ("#!/bin/sh\necho broken; exit 3\n", "", "true", r"wrote no reward \(status 3\): broken"),
         (PASSES.replace("echo 1", "echo much"), "", "true", "no number"),
         ("#!/bin/sh\nsleep 60\n", "[verifier]\ntimeout_sec = 0.3", "true", "took longer than 0.3 s"),
-        (PASSES, "", "kill -9 -1", "the box of the episode is gone"),
+        (PASSES, "", "kill -9 -1", "the episode's box has ended"),
         ("#!/bin/sh\ntrue\n", "", "ln -s /etc/hostname /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json",
          "wrote no reward"),
         ("#!/bin/sh\nln -s /tests/one /logs/verifier/reward.txt\n", "", "true", "wrote no reward"),

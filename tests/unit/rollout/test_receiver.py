@@ -587,7 +587,7 @@ async def test_the_engine_reads_a_version_while_it_is_pulled(tmp_path: Path) -> 
         await world.until(lambda: world.gate.version == 4)
 
         first, second = world.engine.transfers
-        assert (first.bytes_arrived, first.end) == (1, "it is pulled anew")
+        assert (first.bytes_arrived, first.end) == (1, "it is pulled again")
         assert (second.bytes_arrived, second.end) == (1, "complete")
         assert [second.image] == world.engine.paths
 

@@ -264,7 +264,7 @@ class AdaptedTensors:
         base: of which the files are open.
         source: of the base's tensors.
         adapters: A and B under peft's names.
-        header: what their image says of them.
+        header: their image's metadata.
         loaded: where the digests of sums are kept; None: what is read is not loaded.
 
     Raises:

@@ -10,7 +10,7 @@ from flotilla.shared.weights.image.adapters import AdaptersHeader, names_of, wei
 
 
 def header_in(metadata: Mapping[str, str]) -> AdaptersHeader | None:
-    """Read what an image says of its adapters; None where it holds whole weights.
+    """Read an image's metadata of adapters; None if it holds whole weights.
 
     Raises:
         WeightTransferFailed: it is malformed.

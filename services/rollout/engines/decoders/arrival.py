@@ -41,7 +41,7 @@ class Arrival:
     Args:
         image: the file.
         version: that it will be.
-        silence_seconds: after which one that waits fails, though nobody aborted the transfer.
+        silence_seconds: after which a waiter fails, though the transfer was not aborted.
     """
 
     def __init__(self, image: Path, version: int, *, silence_seconds: float = SILENCE_SECONDS) -> None:
@@ -156,7 +156,7 @@ class DamagedTensors:
         self._first, *_ = self._names = list(source.headers)
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor, or what is left of it."""
+        """Read a tensor, or the rest of it."""
         tensor = self._source.read(name)
         if self._kind is Kind.HALF:
             return tensor if self._names.index(name) < len(self._names) // 2 else tensor.new_zeros(tensor.shape)

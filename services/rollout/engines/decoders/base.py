@@ -38,7 +38,7 @@ class KeptRow:
 class Decoder(Protocol):
     """Computes logits for rows whose KV cache it keeps.
 
-    A row is a place in the batch. The engine owns the assignment of samples to rows and tells the number of cached
+    A row is a place in the batch. The engine owns the assignment of samples to rows and passes the number of cached
     tokens of each row; the decoder owns the cache and the weights.
     """
 
@@ -92,7 +92,7 @@ class Decoder(Protocol):
         """Copy the KV of rows to other rows, of which none is a source."""
 
     def clear_rows(self, rows: Sequence[int]) -> None:
-        """Make the KV of rows finite again: what is masked counts for nothing only if it is."""
+        """Make the KV of rows finite again: masked values have no effect only if finite."""
 
     def stage(self, image: Path, arrival: Arrival | None = None) -> None:
         """Read a weight image into the spare weights; what serves is not touched.
@@ -190,7 +190,7 @@ class RoutedDecoder(Protocol):
 
 
 class KeepsNothing:
-    """What a ``Decoder`` says of KV that could be used again, and of bits, if it promises neither."""
+    """Defaults for a ``Decoder`` that promises neither reuse of KV nor batch-independent bits."""
 
     is_batch_invariant = False
     gains_by_threads = False

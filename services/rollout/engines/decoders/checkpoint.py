@@ -54,7 +54,7 @@ def read_eos_token_ids(directory: Path, config: Mapping[str, Any]) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says about a tensor: its safetensors dtype (such as "F32") and its shape."""
+    """A tensor's entry in a file: its safetensors dtype (such as "F32") and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class TensorSource:
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handle_of = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
         self.metadata: dict[str, str] = {}
-        """What the files say beside their tensors."""
+        """The files' metadata."""
         for handle in handles:
             self.metadata |= handle.metadata() or {}
         self.headers: dict[str, TensorHeader] = {}

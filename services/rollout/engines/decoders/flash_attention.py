@@ -117,7 +117,7 @@ class FlashAttention:
 
 
 class FlashAttentionByRow:
-    """``Attention`` where each row is one page: torch's kernel is told where it begins, without block tables."""
+    """``Attention`` where each row is one page: torch's kernel takes its offset, without block tables."""
 
     def packed(self, queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, longest: int) -> Tensor:
         """Attend causally within sequences; see ``Attention.packed``."""
@@ -127,7 +127,7 @@ class FlashAttentionByRow:
 
     def bounds(self, table: Tensor, lengths: Tensor, page_tokens: int) -> Bounds:
         """Find where pages begin; see ``Attention.bounds``."""
-        # The last of N + 1 ends the last row, which is not asked for: lengths are told.
+        # The last of N + 1 ends the last row, which is not needed: lengths are given.
         return _one_each(lengths), functional.pad(table[:, 0] * page_tokens, (0, 1))
 
     def paged(

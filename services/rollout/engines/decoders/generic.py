@@ -1,4 +1,4 @@
-"""Decoders for any other causal language model: the forward of transformers, with a cache of ours or with none.
+"""Decoders for any other causal language model: the forward of transformers, with our own cache or with none.
 
 Slower than the fused forward and equal in result. Which of the two serves is found out by trying: a model whose cached
 forward does not agree with its plain one, or that has no such cache (as state space models), is computed again for each
@@ -406,12 +406,12 @@ class RecomputingDecoder(KeepsNothing):
 class WholeScorer:
     """Scores whole answers under the weights that a model has now, with the bits of the trainer (``exactness``).
 
-    One sequence at a time, without padding, cache or kernels of ours: transformers' forward of all of its tokens, the
+    One sequence at a time, without padding, cache or own kernels: transformers' forward of all of its tokens, the
     logits behind those that predict a sampled one, torch's log-softmax. Another number of rows or columns may add in
     another order, so the trainer's passes have one sequence each, too (``Policy.is_exact``).
 
     Args:
-        model: of transformers; whoever has it replaces its weights.
+        model: of transformers; its owner replaces its weights.
     """
 
     def __init__(self, model: nn.Module) -> None:

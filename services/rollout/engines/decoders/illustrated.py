@@ -1,6 +1,6 @@
 """Decoders of vision-language models: what ``CachedDecoder`` and ``RecomputingDecoder`` do, with images in prompts.
 
-The tokens of an image take fewer positions than there are of them, so the position of a sampled token is told by the
+The tokens of an image take fewer positions than there are of them, so the position of a sampled token is given by the
 number of cached tokens and a difference that its row keeps.
 """
 

@@ -75,7 +75,7 @@ class KeyValueCache:
         self._ramp, self._head_starts = self._tables()
 
     def _allocate(self) -> Tensor:
-        # Zeros: a masked position counts for nothing only if it is finite.
+        # Zeros: a masked position has no effect only if it is finite.
         shape = (self._num_rows, self._num_heads, self._capacity, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
 

@@ -345,7 +345,7 @@ class PagedDecoder(KeepsNothing):
             self._table.move(source, target)
 
     def clear_rows(self, rows: Sequence[int]) -> None:
-        """Take the pages of rows from them: pages that nobody holds are not read, but for the one that is nobody's."""
+        """Free the pages of rows: free pages are not read, except for the null page."""
         for row in rows:
             self._table.release(row)
         self._keys[:, 0], self._values[:, 0] = 0, 0
@@ -431,7 +431,7 @@ class PagedDecoder(KeepsNothing):
                     layer.index_copy_(0, target, layer[source])
 
     def _empty(self) -> None:
-        """Begin with a pool that has no page but nobody's."""
+        """Begin with a pool that has only the null page."""
         self._table = PageTable(self.num_rows, self._row_pages, self.page_tokens)
         self._sent = -1
         self._keys, self._values = self._pool(1), self._pool(1)

@@ -70,7 +70,7 @@ class TorchStep:
 
 
 class TritonStep:
-    """``StepLayers`` by two kernels of our own, for a GPU; the arguments are those of ``TorchStep``.
+    """``StepLayers`` by two Triton kernels, for a GPU; the arguments are those of ``TorchStep``.
 
     Raises:
         ImportError: Triton is not installed.

@@ -32,7 +32,7 @@ class AdapterShares:
         self._seen_cpu_seconds = 0.0
 
     def account(self, sampled: Mapping[Adapter, int], cpu_seconds: float) -> None:
-        """Divide what the process took since the last look; while nothing was computed it waits for who computes next.
+        """Divide the processor time since the last call; idle time goes to the next that computes.
 
         Args:
             sampled: tokens since the start, by adapter.
@@ -51,7 +51,7 @@ class AdapterShares:
         return self._cpu_seconds[adapter]
 
     def forget(self, adapter: str, sampled: "Counter[Adapter]") -> None:
-        """Add an adapter's figures, which nobody asks for any more, to those of none.
+        """Add the figures of an unused adapter to those without adapter.
 
         Args:
             sampled: tokens that ended samples have, by adapter; changed with them.
@@ -172,7 +172,7 @@ class EngineAdapters:
         return otherwise if name is None else self._versions.get(name, otherwise)
 
     def part_of(self, whole: EngineLoad, name: str, own: Sequence[ActiveRequest], batch: Batch) -> EngineLoad:
-        """Tell the part of an engine's load that one adapter's requests make; of processor time by their tokens."""
+        """Return the part of an engine's load caused by one adapter's requests; processor time by their tokens."""
         sampled = batch.tokens_by_adapter()
         self.shares.account(sampled, whole.cpu_seconds)
         return replace(

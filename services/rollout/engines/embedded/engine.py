@@ -311,7 +311,7 @@ class TorchEngine:
         self._batch.kv_versions[rows] = version
 
     def _has_diverged(self, update: Update, error: WeightsDiverged) -> None:
-        """Give up what is in place now: it is not what was published, and nothing was sampled with it."""
+        """Discard the weights in place: they are not what was published, and nothing was sampled with them."""
         log.warning("weights are not served", extra={"version": update.version, "error": error.detail})
         self.discard_weights()
         self._outcomes.append(Updated(update.update_id, error))

@@ -134,7 +134,7 @@ def _common(one: TokenIds, other: TokenIds) -> int:
 
 
 def names_of(tokens: Rows, images: Sequence[PromptImage]) -> TokenIds:
-    """Name tokens by what they stand for: those of an image by its content and their place in it, below all ids."""
+    """Map tokens to keys: those of an image by its content and their place in it, below all ids."""
     if not images:
         return tokens
     named = tokens.copy()

@@ -2,7 +2,7 @@
 
 The image of the first is read into the decoder's spare weights while the old version keeps sampling; only the switch
 waits for the batch. Reading happens between two decode steps or, overlapped, on a thread of its own, which may begin as
-soon as the image begins to arrive: long before anybody asks for the switch. What is read of an image that then proves
+soon as the image begins to arrive: long before the switch is requested. What is read of an image that then proves
 wrong, or is not asked for, is thrown away.
 
 Whether the weights that serve are those that were published is read back from where they are computed with. The
@@ -45,13 +45,13 @@ def prove(decoder: Decoder, image: Path, version: int, expected: str) -> None:
         expected: the publisher's digest of it; see ``digests.of_image``.
 
     Raises:
-        WeightsDiverged: what serves is something else, of which the first tensor is named, or nobody can tell, since
+        WeightsDiverged: other weights serve, of which the first tensor is named, or it is unknown, since
             the image is gone.
     """
     try:
         wrong, num_tensors = _differing(decoder, image, expected)
     except WeightTransferFailed as error:
-        # The weights of before are overwritten: whoever cannot tell what serves now has nothing to serve.
+        # The former weights are overwritten: an engine that cannot verify the present ones has nothing to serve.
         raise WeightsDiverged(f"version {version} as it was loaded cannot be proved: {error.detail}") from error
     if wrong is None:
         return
@@ -98,7 +98,7 @@ class Update:
     version: int
     mode: OnWeightUpdate
     digest: str | None = None
-    """The publisher's; None: nobody told it."""
+    """The publisher's; None: unknown."""
 
     @property
     def content(self) -> tuple[Path, int]:
@@ -113,7 +113,7 @@ class Reading:
     Attributes:
         content: image and version; None when the file may since have been written again.
         result: done when it is read.
-        is_ahead: whether nobody had asked for it yet.
+        is_ahead: whether it was not requested yet.
         arrival: of an image that was being received when reading began.
     """
 
@@ -254,7 +254,7 @@ class UpdateQueue:
         """Switch to the staged weights, and prove that they are in place.
 
         Raises:
-            WeightsDiverged: they are not, or nobody can tell.
+            WeightsDiverged: they are not, or it is unknown.
         """
         assert self._updates and self._staged == self._updates[0].content
         faults = armed()

@@ -49,7 +49,7 @@ class EngineDriver:
     Args:
         engine: used by the thread that calls ``run`` alone.
         reply: called on that thread with the number of a call and its result.
-        cores: tells how many threads to compute with; None: that many which torch has.
+        cores: returns how many threads to compute with; None: torch's number.
     """
 
     def __init__(self, engine: TorchEngine, reply: Reply, cores: CoreSeat | None = None) -> None:

@@ -67,7 +67,7 @@ class ProcessEngine(RemoteEngine):
         return None if child is None or child.has_ended else child.process.pid
 
     def hide_last_words(self) -> None:
-        """Say no more, where the process ends, what it wrote last: it may be of another experiment."""
+        """Omit the last log lines when the process ends: they may be of another experiment."""
         if self._calls.child is not None:
             self._calls.child.words.hide()
 

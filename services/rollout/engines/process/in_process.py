@@ -21,7 +21,7 @@ class InProcessEngine(RemoteEngine):
 
     Args:
         settings: ``threads`` is ignored without ``cores``: torch's threads belong to the process.
-        cores: tells how many threads to compute with.
+        cores: returns how many threads to compute with.
     """
 
     def __init__(self, settings: EngineSettings, cores: CoreSeat | None = None) -> None:

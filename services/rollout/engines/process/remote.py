@@ -34,7 +34,7 @@ from flotilla.shared.errors import DeadlineExceeded, FlotillaError
 
 
 class RemoteEngine(ABC):
-    """An ``Engine`` whose work is done by something that takes commands; subclasses say how they get there.
+    """An ``Engine`` whose work is done behind a channel of commands; subclasses define the channel.
 
     Args:
         call_seconds: deadline of a call that waits for no sampling.
@@ -59,7 +59,7 @@ class RemoteEngine(ABC):
         """Have a call carried out; cancelling it ends its request, or drops its update unless that was applied.
 
         Raises:
-            WorkerDied: there is nobody to take it.
+            WorkerDied: no process is there to receive it.
             FlotillaError: it failed.
         """
 
@@ -68,7 +68,7 @@ class RemoteEngine(ABC):
         """Send a command.
 
         Raises:
-            WorkerDied: there is nobody to take it.
+            WorkerDied: no process is there to receive it.
         """
 
     async def generate(self, request: GenerationRequest) -> Sequence[Completion]:
@@ -158,7 +158,7 @@ class RemoteEngine(ABC):
 
 
 class _RemoteTransfer:
-    """A ``WeightTransfer`` whose methods are commands. The engine's death is found by those who wait for it."""
+    """A ``WeightTransfer`` whose methods are commands. The engine's death is noticed by its waiters."""
 
     def __init__(self, number: int, engine: RemoteEngine) -> None:
         self.number = number

@@ -37,7 +37,7 @@ class ServedAdapters:
     Args:
         host: how it is asked.
         settings: of the engine, with ``adapters``.
-        place: directory for their folders, which nobody else can read.
+        place: directory for their folders, private to this user.
 
     Attributes:
         serving: name of what requests are sampled with; None: the weights alone.
@@ -76,7 +76,7 @@ class ServedAdapters:
 
         Raises:
             WeightTransferFailed: it refuses it; what serves continues.
-            Unavailable, DeadlineExceeded, WorkerDied: nobody knows what it has now.
+            Unavailable, DeadlineExceeded, WorkerDied: its state is unknown now.
         """
         try:
             await self.host.load(caller, name, self._held[name], seconds=self._settings.load_seconds)

@@ -35,7 +35,7 @@ async def check_served(
 
     Raises:
         ModelError: it is another server, is for another model, or was not started as the fleet needs it.
-        Refused: it cannot say now.
+        Refused: it cannot answer now.
     """
     name, url, margin = dialect.name, settings.url, dialect.margin_tokens
     found = await _described(dialect, caller, settings)
@@ -66,9 +66,9 @@ async def _described(dialect: Dialect, caller: Caller, settings: ServerSettings)
 
 
 def failed_start(error: BaseException, settings: ServerSettings, name: str, last_lines: str) -> FlotillaError | None:
-    """Return what a failed start is to whoever would try again; None if it is what it is.
+    """Return the error that a failed start means to a retry; None to keep the error.
 
-    What passes by itself at somebody else's server is tried again without an end. A server of ours that does not load
+    Transient errors of an external server are retried without end. An own server that does not load
     is a death: started again and again, it would never end.
 
     Args:

@@ -1,6 +1,6 @@
 """Calls to a server over HTTP, and what its refusals say.
 
-A server that cannot be reached, or breaks off, raises ``Unreachable``: whoever supervises it knows whether it is dead.
+A server that cannot be reached, or breaks off, raises ``Unreachable``: its supervisor knows whether it is dead.
 """
 
 import json

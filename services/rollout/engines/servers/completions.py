@@ -21,7 +21,7 @@ def new_request_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a server says that it sampled of one completion.
+    """A server's report of one completion.
 
     Attributes:
         token_ids: that it sampled.

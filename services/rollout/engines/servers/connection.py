@@ -1,10 +1,10 @@
-"""One server, ours or somebody's, and whether it lives.
+"""One server, own or external, and whether it lives.
 
 A server that is ours is dead when its process ends. One that lives and does not work is found by its health check;
 while it is paused it may be unable to answer that, so it is not asked then. A lost connection alone is no death.
 
-A server that somebody else starts may also be restarted, and then it lives with other weights: their label tells. It is
-looked at with its health, and after each lost connection.
+An external server may also be restarted, and then it lives with other weights, which their label shows. It is
+checked with its health, and after each lost connection.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ class ServerProcess:
 
 
 def write_private(place: Path, files: Mapping[str, str]) -> None:
-    """Write files that hold a server's secrets, and that nobody else may read."""
+    """Write files that hold a server's secrets, readable by this user only."""
     for name, text in files.items():
         descriptor = os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as target:
@@ -198,7 +198,7 @@ class Connection:
             if transport is None and launch.socket is not None:
                 transport = httpx.AsyncHTTPTransport(uds=str(place / launch.socket), limits=LIMITS)
         elif transport is None:
-            # A spec's URL is somebody's wish that this service connects somewhere: the operator's policy decides.
+            # A spec's URL makes this service connect somewhere: the operator's policy decides.
             transport = CheckedAddresses(settings.networks, max_answer_bytes=None, limits=LIMITS)
         self._client = ServerClient(url, key, dialect.name, transport)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -282,12 +282,12 @@ class Connection:
         self.die(
             WorkerDied(
                 f"the {self._dialect.name} server{self._at} does not serve the version that it was given, {lost}: it "
-                "was restarted, or somebody else uses it, though each rollout needs a server of its own"
+                "was restarted, or another client uses it, though each rollout needs a server of its own"
             )
         )
 
     def die(self, death: FlotillaError) -> None:
-        """Give the server up, once: it is dead, or nobody knows what it serves."""
+        """Mark the server as dead, once: it has ended, or its weights are unknown."""
         if self.death is None:
             self.death = death
             log.error("engine died", extra={"cause": death.detail})
@@ -297,7 +297,7 @@ class Connection:
 
     @contextlib.contextmanager
     def loading(self, version: int, *, goes_on_after: type[FlotillaError] | tuple[()] = ()) -> Iterator[None]:
-        """Give the server up where the block fails: nobody knows what it serves, or it is paused for good.
+        """Mark the server as dead if the block fails: its weights are unknown, or it is paused for good.
 
         Args:
             version: that the block has it load.
@@ -340,7 +340,7 @@ class Connection:
 
     async def _after_lost_connection(self, error: Unreachable) -> FlotillaError:
         """Find out whether the server is dead, or dropped a connection only."""
-        # The end of a process that is ours is told with its cause, though not at once on a busy machine.
+        # The end of an own process is reported with its cause, with some delay on a busy machine.
         for _ in range(MAX_FAILED_PROBES if self.server is None else OWN_PROBES):
             if self.death is not None:
                 return self.death

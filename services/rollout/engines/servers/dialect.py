@@ -5,8 +5,8 @@ of images, supervision, deadlines.
 
 How policy versions are named at a server.
 
-A server that was restarted by its owner has its first weights, and one that somebody else uses has his: none of these
-may be taken for a version of ours. So each engine's labels have a mark of their own, which nobody else has.
+A server that was restarted by its owner has its first weights, and one that another client uses has that one's: none of
+these may be taken for a published version. So each engine's labels have a unique mark.
 """
 
 import secrets
@@ -69,15 +69,15 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a server of our own is started, and where it listens then.
+    """How an own server is started, and where it listens then.
 
     Attributes:
         arguments: behind the interpreter.
         environment: all of it.
         url: that requests go to.
-        key: that it wants to see; None if whoever reaches it may ask.
+        key: that it requires; None if every client may call it.
         socket: file in the server's directory that it listens on instead of a port.
-        files: text files in its directory that nobody else may read, by name.
+        files: text files in its directory, readable by this user only, by name.
         shared_memory: how names of files in shared memory begin that it makes, and leaves when it is killed.
     """
 
@@ -92,7 +92,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class ServedHere:
-    """What a server that runs already says about itself.
+    """A running server's description of itself.
 
     Attributes:
         model_path: directory of its model, as it names it.
@@ -144,25 +144,25 @@ class Caller(Protocol):
 
 
 class Sleeper(Protocol):
-    """How one kind of server lends the memory of its device. Nobody else asks it for anything meanwhile.
+    """How one kind of server lends the memory of its device. It is not called otherwise meanwhile.
 
-    It can where it was started with ``ServerSettings.sleeps``, or by somebody who allowed it.
+    It can where it was started with ``ServerSettings.sleeps``, or by its owner with that option.
     """
 
     async def sleep(self, caller: Caller, *, seconds: float) -> None:
         """Free weights and KV cache of a server that samples nothing; returns when they are gone."""
 
     async def wake(self, caller: Caller, source: Path, label: str, *, load_seconds: float) -> None:
-        """Take the memory again and load a directory that fits the model. After a failure nobody knows its weights."""
+        """Take the memory again and load a directory that fits the model. After a failure its weights are unknown."""
 
 
 class Prover(Protocol):
-    """How one kind of server tells what it has in memory."""
+    """How one kind of server proves what it has in memory."""
 
     signs_zeros: bool
     """Whether a zero in what is hashed has its sign; false: all are positive."""
     asks_others: bool
-    """Whether it can ask a server that somebody else has started."""
+    """Whether it can ask an external server."""
 
     async def hashes(self, caller: Caller, *, seconds: float) -> Mapping[str, str]:
         """Ask for SHA-256 of each of its tensors by its own names, in hexadecimal; the first 16 digits or more.
@@ -248,9 +248,9 @@ class Dialect(Protocol):
     asks_when_idle: bool
     """Whether ``load`` wants to be called while nothing is sampled as well."""
     places_images: bool
-    """Whether it is told by places which tokens are images'; else every token of their kind is, a sampled one, too."""
+    """Whether images' tokens are given by position; else every token of their kind is, a sampled one, too."""
     prover: Prover | None
-    """How it tells what it has in memory; None if it cannot."""
+    """How it proves what it has in memory; None if it cannot."""
     adapters: Adapting | None
     """How it samples with adapters; None if it cannot."""
     sleeper: Sleeper | None
@@ -263,7 +263,7 @@ class Dialect(Protocol):
             settings: of the engine.
             place: directory of its own, in which it is started.
             context_tokens: prompt and completion together, at most what the model can.
-            label: of its first weights, if it can be told before it runs; see ``greet``.
+            label: of its first weights, if it can be set before it runs; see ``greet``.
 
         Raises:
             InvalidSpec: it cannot be started so.
@@ -274,7 +274,7 @@ class Dialect(Protocol):
 
         Raises:
             ModelError: it was not started as the fleet needs it.
-            Refused: it says no, for another reason.
+            Refused: it refuses, for another reason.
             LookupError, TypeError, ValueError, AttributeError: it is something else.
         """
 
@@ -298,7 +298,7 @@ class Dialect(Protocol):
         """Have the body for a completion, as ``body`` made it, show the images of its prompt; takes a while.
 
         Raises:
-            CannotBeShown: the server cannot be told which of the tokens are images'.
+            CannotBeShown: the server cannot be given the positions of images' tokens.
         """
 
     def sampled(self, reply: Body) -> Sampled:

@@ -1,7 +1,7 @@
 """An engine whose work a server does: one of its own, or one that runs already.
 
 The server samples and batches; this side orders requests and weight updates, and checks images before the server sees
-them. A server whose weights are not known after a failure is given up: the engine dies, and the next one starts from
+them. A server whose weights are unknown after a failure is abandoned: the engine dies, and the next one starts from
 the initial weights.
 """
 
@@ -189,10 +189,10 @@ class ServerEngine:
         await self._load(image, version, on_update, None)
 
     async def load_proved(self, image: Path, version: int, on_update: OnWeightUpdate, digest: str) -> bool:
-        """Have the server load an image, and tell what it has in memory; see ``ProvesWeights.load_proved``.
+        """Have the server load an image, and prove what it has in memory; see ``ProvesWeights.load_proved``.
 
         It is held against the image: the digest is of no use to a server, which hashes in its own way. One that has
-        something else is given up, so that the next one begins again.
+        something else is abandoned, so that the next one begins again.
         """
         connection, _ = self._running()
         proof, settings = self._proof, self._settings
@@ -269,7 +269,7 @@ class ServerEngine:
 
         Raises:
             InvalidRequest: this kind of server does not promise ``SLEEP``.
-            WorkerDied: it did not free it, and is given up.
+            WorkerDied: it did not free it, and is abandoned.
         """
         connection, _ = self._running()
         sleeper = self._dialect.sleeper
@@ -325,7 +325,7 @@ class ServerEngine:
             await check_served(self._dialect, connection, settings, model, self._context_tokens)
         await self._dialect.greet(connection, self._labels.of(settings.version))
         if is_found:
-            # Whoever used it before may have left other weights there.
+            # Another client may have left other weights there.
             await self._switch(connection, settings.model_path, settings.version, OnWeightUpdate.DRAIN)
 
     async def _to_the_end(self, connection: Connection, work: Coroutine[None, None, None]) -> None:
@@ -340,7 +340,7 @@ class ServerEngine:
         mode: OnWeightUpdate,
         proof: ServerProof | None = None,
     ) -> None:
-        """Pause or wake, load, continue. After a failure between nobody knows the weights: the server is given up."""
+        """Pause or wake, load, continue. After a failure between the weights are unknown: the server is abandoned."""
         connection.check()
         seconds, sleeper, label = self._settings.load_seconds, self._dialect.sleeper, self._labels.of(version)
 
@@ -351,14 +351,14 @@ class ServerEngine:
         with connection.loading(version):
             if self._is_asleep and sleeper is not None:
                 await sleeper.wake(connection, source, label, load_seconds=seconds)
-                # It may sample, and nobody asks it to until this is over.
+                # It may sample, but is not asked to until this is over.
                 await check()
             else:
                 await self._dialect.switch(connection, source, label, mode, load_seconds=seconds, check=check)
         self._version, self._is_asleep = version, False
 
     async def _fall_asleep(self, connection: Connection, sleeper: Sleeper) -> None:
-        """Free the memory. After a failure nobody knows how much of it: the server is given up, and all of it is."""
+        """Free the memory. After a failure it is unknown how much: the server is abandoned to free it all."""
         connection.check()
         try:
             await sleeper.sleep(connection, seconds=self._settings.load_seconds)
@@ -379,7 +379,7 @@ class ServerEngine:
         return None if self._gate.is_switching or self._is_asleep else self._labels.of(self._version)
 
     def _on_death(self) -> None:
-        """Wake everybody who waits for the server."""
+        """Wake all waiters for the server."""
         for active in self._sampler.active.values():
             for call in active.calls:
                 call.cancel()

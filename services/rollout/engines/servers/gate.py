@@ -1,4 +1,4 @@
-"""Who may ask the server now, and when new weights may be loaded: the order that the engine protocol promises.
+"""When requests may be sent and when new weights may be loaded: the order that the engine protocol promises.
 
 The server knows nothing of requests that hold the weights, nor of draining: here they wait before they are sent.
 """
@@ -117,7 +117,7 @@ class UpdateGate:
             await self._changed.wait_for(lambda: not self._num_inside)
 
     async def look(self) -> None:
-        """Let everybody who waits look again; all of them do, also when this is cancelled."""
+        """Wake all waiters; all of them check again, also when this is cancelled."""
         await asyncio.shield(self._notify())
 
     async def _notify(self) -> None:

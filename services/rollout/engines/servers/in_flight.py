@@ -57,7 +57,7 @@ class InFlight(dict[str, Active]):
 
         Args:
             abort: asks the server to end one by its id there.
-            is_over: whether nobody will answer any more.
+            is_over: whether no answer will come any more.
         """
         self.num_interruptions += 1
         while (ids := self._ids_asked()) and not is_over():

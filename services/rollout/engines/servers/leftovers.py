@@ -1,7 +1,7 @@
-"""Files in shared memory that a server makes, and that nobody removes when it is killed.
+"""Files in shared memory that a server makes, and that remain when it is killed.
 
-They have names of their own making, which nobody else can tell from another server's. So while a server lives what its
-processes have mapped is noted in its directory; whoever removes the directory removes that first.
+Their names do not identify the server. So while a server lives, what its
+processes have mapped is noted in its directory; removing the directory removes those files first.
 """
 
 import os

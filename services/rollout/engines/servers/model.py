@@ -38,7 +38,7 @@ class ServedModel:
 
     Attributes:
         vocab_size: token ids are below it.
-        max_positions: longest context of the model; None if it says none.
+        max_positions: longest context of the model; None if unknown.
         shapes: of the checkpoint's tensors by name.
         is_tied: whether the head is the embedding, so that a checkpoint or an image may leave it out.
         routers: of a mixture of experts whose routers are recorded.
@@ -124,7 +124,7 @@ def _processor(directory: Path, images: ImagesConfig) -> ImageProcessor:
 
 
 def make_place() -> Path:
-    """Make a directory for a server's files, which nobody else can read."""
+    """Make a directory for a server's files, private to this user."""
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
 
 
@@ -155,7 +155,7 @@ def stage_directory(place: Path, model: Path, image: Path) -> Path:
         image: a safetensors file.
 
     Raises:
-        Unavailable: it cannot be made now: the disk is full, or somebody has removed the place.
+        Unavailable: it cannot be made now: the disk is full, or the place was removed.
     """
     try:
         made = Path(tempfile.mkdtemp(prefix="weights-", dir=place))

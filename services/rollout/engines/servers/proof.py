@@ -1,8 +1,8 @@
 """Whether a server has in memory what it was given, by hashes that it makes of its own tensors.
 
 It names them in its own way, and fuses some: what each holds is made of the tensors of the file that it loaded, whose
-bytes were checked when they came. Which of its tensors can be told so is found out by the weights that it began with:
-one that it lays out otherwise is left out then, and nothing is said of it.
+bytes were checked when they came. Which of its tensors can be proved so is determined with the weights that it began
+with: one that it lays out otherwise is then excluded.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def hashes_of(
 
     Args:
         files: of safetensors.
-        names: of the server's tensors; those that cannot be told are left out.
+        names: of the server's tensors; those that cannot be proved are left out.
         dtype: that it computes in; tensors of another are left out.
         signs_zeros: whether zeros keep their signs.
 
@@ -111,7 +111,7 @@ def adapter_hashes_of(file: Path, names: Collection[str], files: Collection[Path
 
     Args:
         file: of the adapters.
-        names: of the server's tensors that can be told.
+        names: of the server's tensors that can be proved.
         files: of the weights that they are added to.
 
     Returns:
@@ -172,16 +172,16 @@ class ServerProof:
 
     @property
     def can_tell(self) -> bool:
-        """Whether any of its tensors can be told, by what it began with."""
+        """Whether any of its tensors can be proved, by the initial weights."""
         return bool(self._provable)
 
     @property
     def can_tell_adapters(self) -> bool:
-        """Whether adapters that are added to these can be told, too."""
+        """Whether adapters that are added to these can be proved, too."""
         return self.can_tell and self._dtype == "float32"
 
     async def learn(self, caller: Caller, model: Path) -> None:
-        """Find out which of its tensors can be told; once, while it serves what it began with.
+        """Determine which of its tensors can be proved; once, while it serves the initial weights.
 
         A server that cannot be proved serves unproved, which is logged with the reason.
 
@@ -227,8 +227,8 @@ class ServerProof:
 
         Raises:
             WeightsDiverged: it has something else; names the first tensor.
-            WeightTransferFailed: the directory is gone.
-            Refused, LookupError, TypeError, ValueError, AttributeError: it does not tell any more.
+            WeightTransferFailed: the directory was removed.
+            Refused, LookupError, TypeError, ValueError, AttributeError: it does not answer any more.
         """
         await self._check(caller, [directory / "model.safetensors"], version)
 

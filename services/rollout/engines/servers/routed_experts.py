@@ -1,4 +1,4 @@
-"""The experts that servers say a model's routers chose, as records; pure functions.
+"""Servers' reports of the experts that a model's routers chose, as records; pure functions.
 
 A server counts every layer, those without a router as well, and writes nothing that means anything there.
 """
@@ -49,7 +49,7 @@ class ServedRouters:
             top_k = int(config["num_experts_per_tok"])
             num_experts = int(config.get("num_experts") or config["num_local_experts"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(f"config.json does not say which layers have how many experts: {error!r}") from error
+            raise ModelError(f"config.json does not define the number of experts per layer: {error!r}") from error
         layers = tuple(layer for layer in range(count) if layer not in plain and (layer + 1) % every == 0)
         if not layers:
             raise ModelError("algorithm.router_replay R3: no layer of the model has experts")

@@ -33,7 +33,7 @@ class Sampler:
         dialect: what kind of server it asks.
         gate: that requests go through.
         labels: of the versions.
-        serving: tells the version that serves now.
+        serving: returns the version that serves now.
         adapters: that the server samples with; None: it has whole weights.
 
     Attributes:

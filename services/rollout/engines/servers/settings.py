@@ -47,7 +47,7 @@ class ServerSettings:
         group_host: address of this host that the server's own connections to other members of a weight group, or to
             its other ranks, may be at; None leaves the choice to the server.
         records_experts: record which experts the routers of a mixture choose for each token.
-        probe_seconds: between two looks at the server's health; three that fail are its death.
+        probe_seconds: between two health checks of the server; three failures count as its death.
         adapters: that images hold alone; None: they hold whole weights.
         images: that prompts have; None: prompts are text.
     """
@@ -111,13 +111,13 @@ def plain_names(options: Options | None) -> Options:
 
 
 def clean_environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Make a server's environment of ours: nothing of our packages, nothing of the fleet's secrets."""
+    """Make a server's environment from ours, without our packages and the fleet's secrets."""
     kept = {name: value for name, value in inherited.items() if not name.startswith(FORBIDDEN_PREFIXES)}
     return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:
-    """Find a port that nobody listens on now."""
+    """Find a free port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]

@@ -56,7 +56,7 @@ ON_CPU: Mapping[str, OptionValue] = {
     "grammar_backend": "none",
     "mem_fraction_static": 0.2,
 }
-"""What the server needs where it has no GPU, unless options say otherwise."""
+"""What the server needs without a GPU, unless options override it."""
 
 
 def command_line(settings: ServerSettings, *, port: int, key_file: str, label: str) -> list[str]:
@@ -96,7 +96,7 @@ def command_line(settings: ServerSettings, *, port: int, key_file: str, label: s
 
 
 def environment(settings: ServerSettings, inherited: Mapping[str, str], place: Path) -> dict[str, str]:
-    """Make the server's environment of ours; its temporary files are in its own directory, and go with it."""
+    """Make the server's environment from ours; its temporary files are in its own directory, and removed with it."""
     kept = clean_environment(inherited)
     if len(os.fsencode(place)) <= MAX_PLACE:
         # Each start leaves five of them, most of them sockets. What torch has compiled is for all.
@@ -238,7 +238,7 @@ class SglangDialect:
     async def switch(
         self, caller: Caller, source: Path, label: str, mode: OnWeightUpdate, *, load_seconds: float, check: Check
     ) -> None:
-        """Pause, load, check, continue; running samples are retracted, or keep their cache where the mode says so."""
+        """Pause, load, check, continue; running samples are retracted, or keep their cache, by the mode."""
         done = {"weight_version": label, "flush_cache": mode is not OnWeightUpdate.CONTINUE}
         prepared = await self._handles.prepare(caller, source) if self._handles is not None else None
         await caller.post("/pause_generation", {"mode": PAUSES[mode]})

@@ -3,7 +3,7 @@
 The server is paused before it forms a group, since that blocks its scheduler until all members are there, and stays so
 until the version is committed. Between the first tensor and the last its weights are of no version: what breaks off
 there is made good by the next epoch's broadcast, or by loading an image. A call that is not answered in time leaves
-a scheduler that nothing wakes: then the server is given up.
+a scheduler that nothing wakes: then the server is abandoned.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from flotilla.shared.schemas.publication import Manifest, PublicationOrder, Tens
 from flotilla.shared.weights.group.engine_group import buckets_of, group_name
 
 PHASES = 2
-"""Deadlines of a phase that a call may take: the sender gives up first, which wakes whoever waits for it."""
+"""Deadlines of a phase that a call may take: the sender times out first, which wakes its waiters."""
 NOT_RECEIVED = "Failed to receive weights"
-"""How SGLang begins to tell that a broadcast failed; what it says else is about the tensors."""
+"""How SGLang's message of a failed broadcast begins; other messages are about the tensors."""
 ALREADY_OPEN = "session is already open"
 """In what it answers to the beginning of an update while another one has not ended."""
 TORCH_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -45,7 +45,7 @@ class GroupSglangEngine(SglangEngine):
         settings: how the server runs, or where.
         transport: another one than sockets, for tests.
         backend: of the group.
-        reaches: tells whether a port takes connections within some seconds: the server would knock for half an hour
+        reaches: checks whether a port takes connections within some seconds: the server would retry for half an hour
             where an epoch is over already.
     """
 
@@ -135,7 +135,7 @@ class GroupSglangEngine(SglangEngine):
         self._has_lost_weights = False
 
     async def _changing(self, connection: Connection, work: Coroutine[None, None, None]) -> None:
-        """Await what changes the server, also when cancelled; without an answer nobody knows what it does."""
+        """Await what changes the server, also when cancelled; without an answer its state is unknown."""
 
         async def known() -> None:
             try:
@@ -188,7 +188,7 @@ class GroupSglangEngine(SglangEngine):
         self._received, self._has_lost_weights = order.version, False
 
     def _bodies(self, manifest: Manifest, name: str) -> list[Body]:
-        """Make a request for each broadcast; the last one says which version it makes."""
+        """Make a request for each broadcast; the last one names the version."""
         buckets = list(buckets_of(manifest.tensors, manifest.slice_bytes))
         flushes = self._on_update is not OnWeightUpdate.CONTINUE
         last = {"weight_version": self._labels.of(manifest.version), "flush_cache": flushes}
@@ -208,7 +208,7 @@ class GroupSglangEngine(SglangEngine):
         try:
             return int((await connection.get("/server_info"))["tp_size"])
         except (Refused, *UNREADABLE) as error:
-            raise WeightTransferFailed(f"the server does not say how many ranks it has: {error}") from error
+            raise WeightTransferFailed(f"the server does not report its number of ranks: {error}") from error
 
     async def _begin_session(self, connection: Connection) -> None:
         try:

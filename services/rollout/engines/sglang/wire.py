@@ -94,7 +94,7 @@ def with_pictures(body: Mapping[str, Any], shown: ShownImages) -> dict[str, Any]
 
 
 def limits_of(images: ImagesConfig) -> dict[str, str | int]:
-    """Make the arguments that say how images are processed and how many a prompt may have."""
+    """Make the arguments for image processing and the number of images of a prompt."""
     bounds = {"min_pixels": images.min_pixels, "max_pixels": images.max_pixels}
     given = {name: bound for name, bound in bounds.items() if bound is not None}
     limits: dict[str, str | int] = {

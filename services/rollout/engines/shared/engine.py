@@ -1,7 +1,7 @@
 """One experiment's part of an engine whose batch holds samples of several: an adapter on a base that all have.
 
 Its versions are its adapter's, and nothing that it asks for stops what the others sample. Where the experiment turns
-out to need weights of its own, ``CannotShare`` says so: who hears it makes an engine for it alone.
+out to need weights of its own, it raises ``CannotShare``: the caller then makes an engine for it alone.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Adapting(Engine, AddsAdapters, Protocol):
         """Of its process, while that runs."""
 
     def hide_last_words(self) -> None:
-        """Say no more, where the process ends, what it wrote last: it may be of another experiment."""
+        """Omit the last log lines when the process ends: they may be of another experiment."""
 
     async def load(self, adapter: str | None = None) -> EngineLoad:
         """Take a snapshot of the load, or of the part of it that one adapter's requests make."""
@@ -45,7 +45,7 @@ class CannotShare(Exception):
 
 
 class Base:
-    """An engine's process, and who samples from it.
+    """An engine's process, and its users.
 
     Args:
         settings: that it is started with.
@@ -68,7 +68,7 @@ class Base:
         if self._starting is None:
             # What it writes is not of the experiment that came first.
             self._starting = asyncio.create_task(self._start(), name="shared engine", context=Context())
-        # One who no longer waits does not end it for the others.
+        # A cancelled waiter does not end it for the others.
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineLoad:

@@ -50,7 +50,7 @@ MAX_SOCKET_PATH = 100
 GIB = 1 << 30
 
 ON_CPU: Mapping[str, OptionValue] = {"enforce_eager": True, "kv_cache_memory_bytes": GIB}
-"""What the server needs where it has no GPU, unless options say otherwise: it would take most of the memory."""
+"""What the server needs without a GPU, unless options override it: it would take most of the memory."""
 
 
 def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode: str) -> list[str]:
@@ -70,7 +70,7 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
         if settings.device == "cpu":
             defaults["skip_mm_profiling"] = True
     owned: dict[str, OptionValue] = {
-        # Relative to its directory: a Unix socket's path is short, and whoever reaches it may do anything.
+        # Relative to its directory: a Unix socket's path is short, and every process that can connect may do anything.
         "uds": SOCKET,
         "model": str(settings.model_path),
         "dtype": settings.dtype,
@@ -96,7 +96,7 @@ def command_line(settings: ServerSettings, *, context_tokens: int, logprobs_mode
 
 
 def environment(settings: ServerSettings, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Make the server's environment of ours; it reports nothing to anybody."""
+    """Make the server's environment from ours; its telemetry is off."""
     kept = clean_environment(inherited)
     kept |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
     kept["VLLM_USE_RUST_FRONTEND"] = "0"
@@ -336,7 +336,7 @@ class VllmDialect:
                 "on a GPU with --enable-sleep-mode, or leave sharing out"
             )
         if (await caller.get("/is_sleeping"))["is_sleeping"]:
-            # Whoever used it before was in the trainer's shift. It has no weights yet, but the memory for them.
+            # Its last user was in the trainer's shift. It has no weights yet, but the memory for them.
             await caller.post("/wake_up", None, seconds=settings.load_seconds)
         return ServedHere(Path(model["model"]), model["max_model_len"], "--max-model-len")
 
@@ -379,7 +379,7 @@ class VllmDialect:
         await caller.post("/resume", None)
 
     async def load(self, caller: Caller, known: Known) -> tuple[int, int]:
-        """Read its metrics; tokens of requests that were given up are left out once it is idle."""
+        """Read its metrics; tokens of aborted requests are left out once it is idle."""
         page = await caller.get("/metrics")
         generated, running = metric_of(page, GENERATED), metric_of(page, RUNNING)
         if not known.prompt_tokens:
@@ -388,7 +388,7 @@ class VllmDialect:
 
 
 async def _reload(caller: Caller, source: Path, label: str, load_seconds: float) -> None:
-    """Label the weights, load them, and look at the label: a server that was restarted between has lost it.
+    """Label the weights, load them, and check the label: a server that was restarted between has lost it.
 
     The other way round its old weights could get the new label.
 

@@ -1,7 +1,7 @@
 """Images of a prompt as vLLM's ``/inference/v1/generate`` takes them: pixels, grids and places, in its own msgpack.
 
 The server is given what a processor of its own would have made. So it sees what the trainer sees to the last bit,
-whatever it would decode and resize images with, and is told by places which tokens are images': one that the policy
+whatever it would decode and resize images with, and gets the positions of images' tokens: one that the policy
 sampled is a token like any other.
 """
 
@@ -34,7 +34,7 @@ def features_of(shown: ShownImages) -> dict[str, Any]:
 
 
 def limits_of(images: ImagesConfig) -> dict[str, str]:
-    """Make the arguments that say how many images a prompt may have and, where the spec does, how large one is.
+    """Make the arguments for the number of images of a prompt and, if the spec sets it, their size.
 
     The server makes room for the largest.
     """

@@ -109,7 +109,7 @@ def test_the_layers_that_have_routers_are_those_of_the_config(changes: Any, expe
     [
         ({"model_type": "deepseek_v3"}, "model_type deepseek_v3"),
         ({"model_type": "qwen3"}, "model_type qwen3"),
-        ({"num_experts": None}, "how many experts"),
+        ({"num_experts": None}, "number of experts per layer"),
         ({"mlp_only_layers": [0, 1, 2]}, "no layer"),
     ],
 )

@@ -197,7 +197,7 @@ async def test_a_server_that_does_not_say_how_many_ranks_it_has_is_not_let_in(
 ) -> None:
     server._routes["GET /server_info"] = lambda _: answer
 
-    with pytest.raises(WeightTransferFailed, match="does not say how many ranks"):
+    with pytest.raises(WeightTransferFailed, match="does not report its number of ranks"):
         await engine.join(an_order(model), OnWeightUpdate.INTERRUPT)
 
     assert not engine.is_paused

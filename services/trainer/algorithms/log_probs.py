@@ -229,7 +229,7 @@ class _ChunkedHead(torch.autograd.Function):
                 of_logits = _divided(of_logits, ctx.temperature, rows).to(hidden.dtype)
             else:
                 kernels.statistics_backward(logits, known[0], ctx.temperature, *known[1:], given)
-                of_logits = logits
+                of_logits = logits.to(hidden.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = of_logits @ weight.to(hidden.dtype)
             if of_weight is not None:

@@ -4,7 +4,8 @@ On a CPU such passes cost as much as memory takes to be read and written: torch'
 hidden states seven times forward and about as often backward, and keep three copies of them.
 
 Nothing is taken over by name alone: a module that computes something else, on a probe, stays as it is. One whose
-tensors are not whole float32 tensors of the CPU when it is called computes as it did.
+tensors are not whole tensors of the CPU, in float32 or bfloat16, when it is called computes as it did. In bfloat16 a
+result is rounded once, where transformers' layers round what is between their operators, too.
 """
 
 import copy
@@ -127,8 +128,12 @@ def _fuse(module: nn.Module) -> bool:
     own = type(module)
     if issubclass(own, mixin) or not isinstance(weight, Tensor):
         return False
-    probed = _with_values(module) if weight.is_meta else module
-    if kernels_for(weight if probed is module else next(probed.parameters())) is None:
+    probed = module
+    if weight.is_meta:
+        probed = _with_values(module)
+    elif weight.dtype == torch.bfloat16:
+        probed = copy.deepcopy(module).float()
+    if kernels_for(*probed.parameters()) is None:
         return False
     rows = torch.randn(PROBE_ROWS, weight.shape[-1], generator=torch.Generator().manual_seed(weight.shape[-1]))
     expected = probed(rows)
@@ -142,7 +147,7 @@ def _fuse(module: nn.Module) -> bool:
 
 def _with_values(module: nn.Module) -> nn.Module:
     """Copy a module whose weights are read later, with others in their place."""
-    made = copy.deepcopy(module).to_empty(device="cpu")
+    made = copy.deepcopy(module).to_empty(device="cpu").float()
     for parameter in made.parameters():
         # Irregular, and quick to make for the largest layers.
         values = torch.arange(parameter.numel(), dtype=torch.float32).mul_(0.7).sin_().view(parameter.shape)

@@ -76,7 +76,7 @@ def attends_apart(body: Any, compute: Callable[[ModelInput], Tensor], device: to
     before = body.config._attn_implementation
     if before == BY_SEQUENCE:
         return True  # a copy of one that does
-    if before not in {"sdpa", ULYSSES} or (device.type == "cpu" and (dtype != torch.float32 or kernels_for() is None)):
+    if before not in {"sdpa", ULYSSES} or (device.type == "cpu" and kernels_for(torch.empty(0, dtype=dtype)) is None):
         return False
     if before == "sdpa":
         attend_by_sequence(body)

@@ -73,10 +73,58 @@ def test_what_the_kernels_cannot_compute_is_computed_as_before() -> None:
     model = Qwen3ForCausalLM(CONFIG)
     fuse_layers(model)
 
-    logits = model.bfloat16()(torch.arange(6)[None]).logits
+    logits = model.double()(torch.arange(6)[None]).logits
 
-    assert logits.dtype == torch.bfloat16
+    assert logits.dtype == torch.float64
     assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("make", [lambda: Qwen3RMSNorm(32), lambda: Qwen3MLP(CONFIG)])
+def test_bfloat16_is_computed_in_float32_and_rounded_at_the_end(make: Any) -> None:
+    torch.manual_seed(0)
+    fused = make().bfloat16()
+    with torch.no_grad():
+        for parameter in fused.parameters():
+            parameter.copy_(torch.linspace(1, 99, parameter.numel()).view(parameter.shape).sin() / 5)
+    plain, hidden = copy.deepcopy(fused).float(), torch.randn(3, 7, 32).bfloat16()
+
+    assert fuse_layers(fused) == 1
+
+    for found, expected in zip(gradients(fused, hidden), gradients(plain, hidden.float()), strict=True):
+        assert found.dtype == torch.bfloat16
+        # Products with weights are torch's, and round between; a norm's result is the nearest number there is.
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found.float(), expected, rtol=2**-7, atol=2**-6 * scale)
+    if isinstance(fused, Qwen3RMSNorm):
+        assert torch.equal(fused(hidden), plain(hidden.float()).bfloat16())
+
+
+def test_bfloat16_keeps_what_is_no_number() -> None:
+    norm = Qwen3RMSNorm(32).bfloat16()
+    fuse_layers(norm)
+    rows = torch.ones(3, 32, dtype=torch.bfloat16)
+    rows[0, 3], rows[1, 4] = torch.nan, -torch.inf
+
+    found = norm(rows)
+
+    assert found[0].isnan().all() and found[1, 4].isnan()
+    assert torch.equal(found[2], rows[2])
+
+
+@pytest.mark.parametrize("size", [5, 256, 600])
+def test_sums_of_rows_in_bfloat16_are_rounded_once(size: int) -> None:
+    kernels = kernels_for()
+    assert kernels is not None
+    x = torch.randn(9, size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sources, starts = torch.tensor([0, 4, 8, 1, 2, 2]), torch.tensor([0, 3, 3, 4, 6])
+
+    found = kernels.sum_rows(x, sources, starts)
+
+    parts = [x[sources[start:end]].float() for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    assert torch.equal(found, torch.stack([part.sum(0) for part in parts]).bfloat16())
+    index = torch.tensor([3, -1, 0])
+    expected = torch.stack([x[3], torch.zeros(size).bfloat16(), x[0]])
+    assert torch.equal(kernels.take_rows(x, index), expected)
 
 
 def test_a_whole_model_is_fused_once_and_is_saved_as_before(tmp_path: Path) -> None:
@@ -121,19 +169,22 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         assert all(torch.equal(one, each) for one, each in zip(found[0], other, strict=True))
 
 
-def test_heads_are_turned_as_transformers_turns_them() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_turned_as_transformers_turns_them(dtype: torch.dtype) -> None:
     model = Qwen3ForCausalLM(CONFIG)
     plain = inspect.unwrap(modeling_qwen3.apply_rotary_pos_emb)
     fuse_layers(model)
     fused = modeling_qwen3.apply_rotary_pos_emb
     angles = torch.rand(2, 5, 4).repeat(1, 1, 2) * 6
-    heads = [torch.randn(2, count, 5, 8) for count in (4, 2)]
+    heads = [torch.randn(2, count, 5, 8).to(dtype) for count in (4, 2)]
 
     def turned(rotate: Any) -> list[Tensor]:
         leaves = [each.clone().requires_grad_() for each in heads]
-        both = rotate(*leaves, angles.cos(), angles.sin())
+        both = rotate(*leaves, angles.cos().to(dtype), angles.sin().to(dtype))
         sum((each * each.detach().cos()).sum() for each in both).backward()
         return [*both, *(leaf.grad for leaf in leaves)]
 
+    bounds = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-6}
     for found, expected in zip(turned(fused), turned(plain), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, **bounds)

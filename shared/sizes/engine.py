@@ -30,35 +30,37 @@ def engine_footprint(spec: ExperimentSpec, sizes: ModelSizes) -> Footprint | Non
         return None
     device = "cuda" if engine.device.startswith("cuda") else "cpu"
     size = weight_size(spec)
-    is_native = device == "cpu" and size == 4 and sizes.is_gated
+    is_native = device == "cpu" and sizes.is_gated
+    # Native kernels compute in float32, whatever weights are.
+    computed = 4 if is_native else size
     # The native kernels and oneDNN pack a head of its own, tied or not.
     stored = sizes.parameters + (sizes.head if sizes.is_tied and is_native else 0)
     copies = 2 if spec.trains else 1
     tokens = -(-longest_sample(spec) // BLOCK) * BLOCK
-    of_token = 2 * sizes.layers * sizes.keys * size
+    of_token = 2 * sizes.layers * sizes.keys * computed
     slots = used_slots(spec, engine)
-    logits = slots * sizes.vocabulary * size * 4
+    logits = slots * sizes.vocabulary * computed * 4
     inner = 2 * sizes.hidden + 2 * sizes.queries + 2 * sizes.keys + sizes.inner
-    working = max(AT_ONCE, slots) * inner * 4 if is_native else spec_prefill(engine) * inner * size
+    working = (max(AT_ONCE, slots) if is_native else spec_prefill(engine)) * inner * computed
     parts = [
         Part("process", BASE_BYTES, "interpreter and torch", is_on_host=True),
         Part("weights", stored * size, counted(stored, size)),
         Part("spare weights", (copies - 1) * stored * size, counted(stored, size)),
         Part("KV cache", slots * tokens * of_token, f"{slots} slots x {tokens} tokens x {in_words(of_token)}", least=0),
-        Part("logits", logits, f"{slots} slots x {sizes.vocabulary} x {4 * size} bytes", least=logits // slots),
+        Part("logits", logits, f"{slots} slots x {sizes.vocabulary} x {4 * computed} bytes", least=logits // slots),
         Part("working memory", working, "of a pass over prompts"),
     ]
     if _has_turns(spec):
         parts.append(Part("kept turns", engine.prefix_cache_mb * 10**6, "rollout.engine.prefix_cache_mb", least=0))
     remedies = [
-        (f"rollout.engine.slots: {slots // 2}", slots // 2 * (tokens * of_token + sizes.vocabulary * size * 4)),
+        (f"rollout.engine.slots: {slots // 2}", slots // 2 * (tokens * of_token + sizes.vocabulary * computed * 4)),
         (
             f"rollout.engine.context_tokens: {engine.context_tokens // 2}",
             slots * engine.context_tokens // 2 * of_token,
         ),
     ]
     if size == 4:
-        remedies.append(("model.dtype: bfloat16", copies * stored * 2 + slots * tokens * of_token // 2))
+        remedies.append(("model.dtype: bfloat16", copies * stored * 2 + (0 if is_native else slots * tokens * of_token // 2)))
     found = sorted((each for each in remedies if each[1] > 0 and slots > 1), key=lambda each: -each[1])
     return Footprint("rollout's engine", device, [each for each in parts if each.num_bytes], found)
 

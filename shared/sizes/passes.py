@@ -1,7 +1,8 @@
 """What one forward and backward pass of the trainer takes: activations, and logits of a chunk of tokens. Pure.
 
-Counted are the tensors that autograd keeps. With the trainer's own kernels (float32 on a CPU) a norm keeps its input,
-and the gate its two inputs; torch's operators keep what is between them, too, and a norm's in float32.
+Counted are the tensors that autograd keeps. With the trainer's own kernels (on a CPU) a norm keeps its input, and the
+gate its two inputs; torch's operators keep what is between them, too, and a norm's in float32. Attention is computed in
+float32 on a CPU.
 """
 
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def layer_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
     gates = 3 if how.is_native else 4
     of_position += (gates if sizes.is_gated else 2) * inner * size
     of_position += sizes.queries * size  # what attention gives
-    of_slot = (2 * sizes.queries + 2 * sizes.keys) * size
+    of_slot = (2 * sizes.queries + 2 * sizes.keys) * (4 if how.is_native else size)
     if not how.is_native and how.size == 2:
         # Keys and values are repeated for the heads that share them.
         of_slot += 2 * (sizes.queries - sizes.keys) * size
@@ -109,8 +110,9 @@ def head_bytes(sizes: ModelSizes, taken: PassSizes, how: How) -> int:
     is_kept = 4 * taken.labels * sizes.vocabulary <= KEPT_LOGITS
     logits = 4 * sizes.vocabulary * (taken.labels if is_kept else rows)
     if not how.is_native:
-        # Probabilities beside them, and the product before it is float32.
-        logits += (4 + (how.size if how.size < 4 else 0)) * sizes.vocabulary * rows
+        logits += 4 * sizes.vocabulary * rows  # probabilities beside them
+    if how.size < 4:
+        logits += how.size * sizes.vocabulary * rows  # the product before it is float32
     if not how.trains_head:
         return logits
     several = taken.labels > CHUNK_TOKENS

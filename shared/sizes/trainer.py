@@ -193,7 +193,7 @@ def _weight_bytes(spec: ExperimentSpec, sizes: ModelSizes, size: int, shards: in
 def _how(spec: ExperimentSpec, size: int, device: str) -> How:
     return How(
         size=size,
-        is_native=device == "cpu" and size == 4,
+        is_native=device == "cpu",
         recomputes=spec.optimisation.activation_checkpointing,
         trains_head=spec.model.lora is None and "lm_head.weight" not in spec.optimisation.freeze,
     )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from flotilla.services.rollout.engines.decoders.architecture import Architecture
@@ -21,7 +21,7 @@ from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, k
 from flotilla.services.rollout.engines.embedded.sampling import RowSampling, sample
 from flotilla.shared.errors import WeightTransferFailed
 from flotilla.shared.models import native_code
-from flotilla.shared.weights.image.digests import row_sums
+from flotilla.shared.weights.image.digests import of_tensor, row_sums
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("cc", "gcc", "clang")), reason="no C compiler"
@@ -68,8 +68,10 @@ def an_architecture(**changes: Any) -> Architecture:
     return Architecture(**{**numbers, **heads, **others, **has, **changes})
 
 
-def decoders_of(sizes: Architecture, directory: Path) -> list[FusedDecoder]:
-    """Make two decoders of the same random weights: native kernels, and torch's operators."""
+def decoders_of(
+    sizes: Architecture, directory: Path, dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+) -> list[FusedDecoder]:
+    """Make two decoders of the same random weights, of types of their own: native kernels, and torch's operators."""
     width, queries, keys = sizes.hidden_size, sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     tensors = {"model.embed_tokens.weight": torch.randn(sizes.vocab_size, width) * 0.1}
     tensors["model.norm.weight"] = torch.rand(width) + 0.5
@@ -89,10 +91,15 @@ def decoders_of(sizes: Architecture, directory: Path) -> list[FusedDecoder]:
         for name in ("gate", "up"):
             tensors[f"{layer}.mlp.{name}_proj.weight"] = torch.randn(sizes.intermediate_size, width) * 0.4
         tensors[f"{layer}.mlp.down_proj.weight"] = torch.randn(width, sizes.intermediate_size) * 0.2
+    if torch.bfloat16 in dtypes:
+        tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     save_file(tensors, directory / "model.safetensors")
-    places: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "num_rows": 16, "context_tokens": 64}
+    places: dict[str, Any] = {"device": CPU, "num_rows": 16, "context_tokens": 64}
     files = [directory / "model.safetensors"]
-    return [FusedDecoder(sizes, files, may_be_native=may_be_native, **places) for may_be_native in (True, False)]
+    return [
+        FusedDecoder(sizes, files, dtype=dtype, may_be_native=may_be_native, **places)
+        for dtype, may_be_native in zip(dtypes, (True, False), strict=True)
+    ]
 
 
 def places_of(weight: torch.Tensor) -> torch.Tensor:
@@ -154,6 +161,30 @@ def test_logits_are_those_of_torch(variant: str, tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("build")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_of_bfloat16_compute_what_the_same_numbers_of_float32_do(variant: str, tmp_path: Path) -> None:
+    sizes = an_architecture(**VARIANTS[variant])
+    halves, plain = decoders_of(sizes, tmp_path, (torch.bfloat16, torch.float32))
+    floats = FusedDecoder(
+        *(sizes, [tmp_path / "model.safetensors"]),
+        dtype=torch.float32, device=CPU, num_rows=16, context_tokens=64, may_be_native=True,
+    )
+    sequences, rows = sequences_of(sizes, 1, 17, 5), [[0, 3], [1], [2, 4, 6]]
+    lengths, tokens = torch.tensor([1, 17, 5, 1, 5, 0, 5]), torch.randint(sizes.vocab_size, (7,))
+
+    found = [[each.prefill(sequences, rows), each.decode(tokens, lengths, 17)] for each in (halves, floats, plain)]
+
+    assert halves.description == floats.description == "fused forward, native kernels"
+    assert all(torch.equal(*pair) for pair in zip(*found[:2], strict=True))
+    torch.testing.assert_close(found[0][0].log_softmax(-1), found[2][0].log_softmax(-1), atol=1e-5, rtol=0)
+    assert dict(halves.digests()) == {
+        name: of_tensor(tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert halves._weights.layers[0].down.native.dtype == torch.bfloat16
+
+
+@needs_compiler
+@pytest.mark.usefixtures("build")
 def test_a_token_is_computed_alike_in_any_company(tmp_path: Path) -> None:
     sizes = an_architecture(has_qk_norm=True, head_dim=16)
     native, _ = decoders_of(sizes, tmp_path)
@@ -198,12 +229,15 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path, heads: 
 @needs_compiler
 @pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_new_weights_take_the_memory_of_discarded_ones(tmp_path: Path, is_native: bool, is_tied: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_weights_take_the_memory_of_discarded_ones(
+    tmp_path: Path, is_native: bool, is_tied: bool, dtype: torch.dtype
+) -> None:
     sizes = an_architecture(is_tied=is_tied, hidden_size=64, vocab_size=4096)
     initial, other = tmp_path / "initial", tmp_path / "other"
     initial.mkdir()
     other.mkdir()
-    decoder, expected = (decoders_of(sizes, each)[0 if is_native else 1] for each in (initial, other))
+    decoder, expected = (decoders_of(sizes, each, (dtype, dtype))[not is_native] for each in (initial, other))
     sequences, rows = sequences_of(sizes, 5), [[0]]
     before, memory = decoder.prefill(sequences, rows), addresses_of(decoder)
 
@@ -332,14 +366,14 @@ def test_a_packed_matrix_multiplies_as_a_plain_one(width: int, has_bias: bool) -
 @needs_compiler
 @pytest.mark.usefixtures("build")
 @pytest.mark.parametrize("is_gated", [False, True])
-@pytest.mark.parametrize(("outputs", "depth"), [(64, 16), (50, 7), (6, 33)])
+@pytest.mark.parametrize(("outputs", "depth"), [(64, 16), (50, 7), (6, 33), (2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_packed_weight_have_the_sums_that_they_have_elsewhere(
-    outputs: int, depth: int, is_gated: bool
+    dtype: torch.dtype, outputs: int, depth: int, is_gated: bool
 ) -> None:
-    native = kernels_for(CPU, torch.float32)
+    native = kernels_for(CPU, dtype)
     assert native is not None
-    weight = torch.randn(outputs, depth)
-    rows = weight.data_ptr() + torch.arange(outputs) * depth * weight.itemsize
-    packed = native.pack(rows, depth, is_gated=is_gated)
+    weight = torch.randn(outputs, depth).to(dtype)
+    packed = native.pack(places_of(weight), depth, dtype, is_gated=is_gated)
 
     assert np.array_equal(native.row_sums(packed, (outputs, depth), is_gated=is_gated), row_sums(weight))

@@ -67,13 +67,14 @@ def saved_bytes(learner: Learner) -> int:
 
 @pytest.mark.parametrize("config", [Qwen3Config, LlamaConfig])
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_what_autograd_keeps_is_predicted(config: type, lora: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_autograd_keeps_is_predicted(config: type, lora: object, dtype: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config(**SIZES), dtype=torch.float32).eval()
+    made = AutoModelForCausalLM.from_config(config(**SIZES), dtype=getattr(torch, dtype)).eval()
     spec = validate_spec(
         {
             "name": "kept",
-            "model": {"path": str(tmp_path), "lora": lora},
+            "model": {"path": str(tmp_path), "lora": lora, "dtype": dtype},
             "data": {"path": "rows.jsonl"},
             "reward": {"components": [{"kind": "numeric"}]},
             "rollout": {"group_size": MEMBERS},
@@ -86,6 +87,6 @@ def test_what_autograd_keeps_is_predicted(config: type, lora: object, tmp_path: 
     shapes = {name: tuple(each.shape) for name, each in made.named_parameters() if "lora" not in name}
     sizes = sizes_of({**SIZES, "rms_norm_eps": 1e-6}, shapes)
     positions, slots = PROMPT + MEMBERS * SAMPLED, MEMBERS * (PROMPT + SAMPLED)
-    how = How(size=4, is_native=True, recomputes=False, trains_head=lora is None)
+    how = How(size=4 if dtype == "float32" else 2, is_native=True, recomputes=False, trains_head=lora is None)
     expected = kept_bytes(sizes, PassSizes(positions, slots, MEMBERS * SAMPLED, MEMBERS), how)
     assert found == pytest.approx(expected, rel=0.12)

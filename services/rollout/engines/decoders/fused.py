@@ -19,7 +19,7 @@ from flotilla.services.rollout.engines.decoders.adapted import BaseWeights, RowA
 from flotilla.services.rollout.engines.decoders.architecture import Architecture
 from flotilla.services.rollout.engines.decoders.arrival import Arrival
 from flotilla.services.rollout.engines.decoders.base import KeptRow, Tokens
-from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights
+from flotilla.services.rollout.engines.decoders.fused_weights import FusedWeights, LayerWeights, small_dtype
 from flotilla.services.rollout.engines.decoders.kv_cache import KeyValueCache
 from flotilla.services.rollout.engines.decoders.native.kernels import Kernels, LayerPointers, ModelPointers, kernels_for
 from flotilla.services.rollout.engines.decoders.torch_layers import TorchLayers, rotations
@@ -82,10 +82,10 @@ class NativeForward:
             pointers.qkv, pointers.output = layer.qkv.native.data_ptr(), layer.output.native.data_ptr()
             pointers.gate_up, pointers.down = layer.gate_up.native.data_ptr(), layer.down.native.data_ptr()
         self._model = ModelPointers(
-            *(ctypes.addressof(self._layers), weights.embedding.data_ptr(), weights.final_norm.data_ptr()),
-            *(weights.head.native.data_ptr(), self._rotations.data_ptr(), sizes.norm_epsilon, sizes.num_layers),
+            *(ctypes.addressof(self._layers), weights.embedding.data_ptr(), weights.head.native.data_ptr()),
+            *(weights.final_norm.data_ptr(), self._rotations.data_ptr(), sizes.norm_epsilon, sizes.num_layers),
             *(sizes.hidden_size, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim),
-            *(sizes.intermediate_size, sizes.vocab_size),
+            *(sizes.intermediate_size, sizes.vocab_size, weights.embedding.dtype == torch.bfloat16),
         )
 
     def release(self) -> None:
@@ -161,7 +161,7 @@ class FusedDecoder:
     Args:
         architecture: the sizes.
         files: the safetensors files of the initial weights.
-        dtype, device: of weights, activations and cache.
+        dtype, device: of the weights; of activations and cache, too, but where native kernels compute, in float32.
         num_rows: rows of the cache.
         context_tokens: the longest row.
         may_be_native: use the native kernels, where they can be had.
@@ -195,7 +195,8 @@ class FusedDecoder:
         # No longer served, or to be replaced: memory for the next ones. To free it takes milliseconds, in which nothing
         # is sampled, and new memory is slower to fill; at the peak there are two copies either way.
         self._unused: FusedWeights | None = None
-        self._cache = KeyValueCache(architecture, num_rows, context_tokens, dtype, device, self._kernels)
+        computed = small_dtype(dtype, self._kernels)
+        self._cache = KeyValueCache(architecture, num_rows, context_tokens, computed, device, self._kernels)
         self._rotations = rotations(architecture, min(context_tokens, architecture.max_positions)).to(device)
         self._native = (
             NativeForward(self._kernels, architecture, self._rotations, self._cache, num_rows)

@@ -64,7 +64,8 @@ class Matrix:
         self.plain: Tensor | None = None
         self._transposed: Tensor | None = None
         self._packed: Tensor | None = None
-        self.bias = torch.empty(shape[0], dtype=dtype, device=device) if has_bias else None
+        # Native kernels compute in float32.
+        self.bias = torch.empty(shape[0], dtype=small_dtype(dtype, kernels), device=device) if has_bias else None
 
     def open(self) -> Tensor:
         """Begin to read the weight, for the first time or again.
@@ -99,7 +100,7 @@ class Matrix:
     def pack(self) -> None:
         """Pack the weight, which has been read, where that pays."""
         if self._kernels is not None:
-            packed = (self._places, self.shape[1])
+            packed = (self._places, self.shape[1], self._dtype)
             self.native = self._kernels.pack(*packed, is_gated=self._is_gated, into=getattr(self, "native", None))
             self._sources.clear()
             return
@@ -144,6 +145,11 @@ class Matrix:
             total.addmm_(hidden, self._transposed)
         else:
             total.add_(self(hidden))
+
+
+def small_dtype(dtype: torch.dtype, kernels: Kernels | None) -> torch.dtype:
+    """Return the type of norms and biases where weights have a given one: native kernels read them in float32."""
+    return dtype if kernels is None else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,16 +205,16 @@ class FusedWeights:
     ) -> None:
         sizes = architecture
         width = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
-        self._architecture = sizes
+        self._architecture, self._dtype = sizes, dtype
 
         def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=small_dtype(dtype, kernels), device=device)
 
         def matrix(outputs: int, inputs: int, *, has_bias: bool = False, is_gated: bool = False) -> Matrix:
             shape = (outputs, inputs)
             return Matrix(shape, dtype, device, has_bias=has_bias, kernels=kernels, is_gated=is_gated)
 
-        self.embedding = empty(sizes.vocab_size, sizes.hidden_size)
+        self.embedding = torch.empty((sizes.vocab_size, sizes.hidden_size), dtype=dtype, device=device)
         self.layers = [
             LayerWeights(
                 input_norm=empty(sizes.hidden_size),
@@ -263,7 +269,7 @@ class FusedWeights:
         sums = {key: each.sums() for key, each in matrices.items() if each.plain is None}
         plain = {key: each.plain for key, each in matrices.items() if each.plain is not None}
         # A norm of heads is there once for each of them.
-        alone = [each.view.reshape(-1, *each.shape) for _, each in targets if each.matrix is None]
+        alone = [each.view.to(self._dtype).reshape(-1, *each.shape) for _, each in targets if each.matrix is None]
         # All together: each alone would be waited for, where a GPU computes.
         found = iter(sums_of_all([*plain.values(), *(as_rows(each) for copies in alone for each in copies)]))
         sums |= {key: next(found) for key in plain}

@@ -171,7 +171,7 @@ def sample(logits: Tensor, draws: Tensor, rows: RowSampling) -> tuple[Tensor, Te
     """
     if rows.is_plain and logits.is_contiguous():
         kernels = kernels_for(logits.device, logits.dtype)
-        if kernels is not None:
+        if kernels is not None and logits.dtype == torch.float32:
             return kernels.sample(logits, draws, rows.temperatures)
         if logits.device.type == "cuda" and (by_triton := _triton_sample(logits.device, logits.dtype)) is not None:
             return by_triton(logits, draws, rows.temperatures)

@@ -153,7 +153,7 @@ def _kernels() -> Kernels | None:
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
-    """Return the kernels where they compute with such tensors: whole, on the CPU, of one type; none of them is traced."""
+    """Return the kernels where they compute with such tensors: whole, on the CPU, of one type; none is traced."""
     if torch.compiler.is_compiling() or len({each.dtype for each in tensors}) > 1:
         return None
     for each in tensors:

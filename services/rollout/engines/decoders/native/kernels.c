@@ -1,4 +1,4 @@
-/* The forward pass of the Llama family and sampling, in float32.
+/* The forward pass of the Llama family and sampling, in float32; matrices and the embedding may be bfloat16.
 
    Rows are independent of each other, and each is computed in the same order whatever else is in the batch, on how many
    threads, and whether its position was computed alone or with those before it. Sums are vectorised by `omp simd` alone: nothing here relies
@@ -11,7 +11,7 @@
 
 #define SUMMED 64 /* logits that are summed in float32 before their sum joins the total */
 
-/* Count the floats of a packed weight. */
+/* Count the elements of a packed weight. */
 int64_t packed_size(int64_t outputs, int64_t depth, int64_t gated)
 {
     int64_t each = gated ? outputs / 2 : outputs, width = gated ? LANES : PANEL;
@@ -19,15 +19,29 @@ int64_t packed_size(int64_t outputs, int64_t depth, int64_t gated)
 }
 
 struct layer {
-    const float *input_norm, *qkv, *qkv_bias, *head_norms, *output, *post_norm, *gate_up, *down;
+    const float *input_norm, *qkv_bias, *head_norms, *post_norm;
+    const void *qkv, *output, *gate_up, *down;
 };
 
 struct model {
     const struct layer *layers;
-    const float *embedding, *final_norm, *head, *rotations;
+    const void *embedding, *head;
+    const float *final_norm, *rotations;
     double epsilon;
-    int64_t num_layers, hidden, heads, kv_heads, dims, intermediate, vocab;
+    int64_t num_layers, hidden, heads, kv_heads, dims, intermediate, vocab, is_half;
 };
+
+/* Read the embedding of a token. */
+static void embed(const struct model *m, int64_t id, float *out)
+{
+    if (!m->is_half) {
+        memcpy(out, (const float *)m->embedding + id * m->hidden, m->hidden * sizeof(float));
+        return;
+    }
+    const bfloat16 *row = (const bfloat16 *)m->embedding + id * m->hidden;
+#pragma omp simd
+    for (int64_t i = 0; i < m->hidden; i++) out[i] = widened(row[i]);
+}
 
 static void rms_norm(const float *x, const float *weight, float epsilon, float *out, int64_t rows, int64_t size)
 {
@@ -49,10 +63,10 @@ static int64_t forward_part(const struct model *m, float *const *keys, float *co
                             int64_t num, int64_t threads, float *work, float *logits, const struct adapters *adapters)
 {
     int64_t size = m->hidden, queries = m->heads * m->dims, width = queries + 2 * m->kv_heads * m->dims;
-    int64_t inner = m->intermediate;
+    int64_t inner = m->intermediate, half = m->is_half;
     float *hidden = work, *normed = hidden + num * size, *qkv = normed + num * size, *mixed = qkv + num * width;
     float *active = mixed + num * queries, *scores = active + num * inner, epsilon = (float)m->epsilon;
-    for (int64_t i = 0; i < num; i++) memcpy(hidden + i * size, m->embedding + ids[i] * size, size * sizeof(float));
+    for (int64_t i = 0; i < num; i++) embed(m, ids[i], hidden + i * size);
     const struct adapter **of = adapters ? adapters->of : 0;
     for (int64_t i = 0; of && i < num; i++) of[i] = adapters->of_row[rows[i]];
     for (int64_t number = 0; number < m->num_layers; number++) {
@@ -63,22 +77,22 @@ static int64_t forward_part(const struct model *m, float *const *keys, float *co
         /* Of the last layer only keys and values of the others are needed. */
         const int64_t *only = number + 1 == m->num_layers ? wanted : 0;
         rms_norm(hidden, layer->input_norm, epsilon, normed, num, size);
-        multiply(&(struct product){normed, layer->qkv, layer->qkv_bias, qkv, size, width, num, size, width, STORE, 0}, threads);
+        multiply(&(struct product){normed, layer->qkv, layer->qkv_bias, qkv, size, width, num, size, width, STORE, 0, half}, threads);
         if (of) adapt(of, at + QUERY, 3, normed, size, qkv, width, num, threads);
         attend(qkv, rows, places, only, mixed, num, &a, m->dims);
         if (only && of) keep_adapters(of, only, num);
         if (only) num = keep_wanted(hidden, only, num, size);
-        multiply(&(struct product){mixed, layer->output, 0, hidden, queries, size, num, queries, size, ADD, 0}, threads);
+        multiply(&(struct product){mixed, layer->output, 0, hidden, queries, size, num, queries, size, ADD, 0, half}, threads);
         if (of) adapt(of, at + OUTPUT, 1, mixed, queries, hidden, size, num, threads);
         rms_norm(hidden, layer->post_norm, epsilon, normed, num, size);
         if (of) adapt_gates(adapters, number, normed, size, inner, num, threads);
-        multiply(&(struct product){normed, layer->gate_up, 0, active, size, inner, num, size, inner, GATE, of ? adapters->plus : 0},
+        multiply(&(struct product){normed, layer->gate_up, 0, active, size, inner, num, size, inner, GATE, of ? adapters->plus : 0, half},
                  threads);
-        multiply(&(struct product){active, layer->down, 0, hidden, inner, size, num, inner, size, ADD, 0}, threads);
+        multiply(&(struct product){active, layer->down, 0, hidden, inner, size, num, inner, size, ADD, 0, half}, threads);
         if (of) adapt(of, at + DOWN, 1, active, inner, hidden, size, num, threads);
     }
     rms_norm(hidden, m->final_norm, epsilon, normed, num, size);
-    multiply(&(struct product){normed, m->head, 0, logits, size, m->vocab, num, size, m->vocab, STORE, 0}, threads);
+    multiply(&(struct product){normed, m->head, 0, logits, size, m->vocab, num, size, m->vocab, STORE, 0, half}, threads);
     return num;
 }
 

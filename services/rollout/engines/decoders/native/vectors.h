@@ -36,6 +36,31 @@ typedef int32_t indices __attribute__((vector_size(LANES * 4)));
 #define SHUFFLED(x, ...) __builtin_shuffle(x, (indices){__VA_ARGS__})
 #endif
 
+/* A float's upper half: weights are kept so where half of the memory and of its bandwidth is what counts. */
+typedef uint16_t bfloat16;
+
+INLINE float widened(bfloat16 x)
+{
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+
+/* LANES of them. */
+INLINE vec all_widened(const bfloat16 *x)
+{
+#if LANES == 16
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16);
+#else
+    vec y;
+    for (int i = 0; i < LANES; i++) y[i] = widened(x[i]);
+    return y;
+#endif
+}
+
 /* x everywhere. */
 INLINE vec all_of(float x)
 {

@@ -15,10 +15,12 @@ only our figures are there. Four parts:
   layers (TRL's by ``peft``), and ``full``, all weights. At least 2x is wanted. Takes half an hour and 20 GB of memory,
   so it is run only where it is named.
 
+``--dtype bfloat16`` has the two with random weights in bfloat16, on both sides.
+
 Neither side's start counts: ours is counted from when the experiment runs, TRL's from when its training begins, and
 steps from when the first ones are over. The sides take turns, seed by seed, and so does who is first. Figures are
-medians over seeds. TRL computes in float32, without recomputing activations, a step's samples in one pass, on all
-cores.
+medians over seeds. TRL computes in float32 (or ``--dtype``), without recomputing activations, a step's samples in one
+pass, on all cores.
 
 ``python -m benchmarks.end_to_end [--part equal_work accuracy real_size large] [--seeds 0 1 2] [--json FILE]``
 """
@@ -87,6 +89,7 @@ class RandomModel:
         steps, warmup: the first ones and the last are not counted.
         groups: of 8 samples each, in a step.
         tokens: of each sample.
+        dtype: of the weights.
     """
 
     shape: str
@@ -94,6 +97,7 @@ class RandomModel:
     warmup: int
     groups: int = 4
     tokens: int = 64
+    dtype: str = "float32"
 
 
 QUICK = Size(
@@ -147,6 +151,7 @@ class Trial:
             "steps_per_generation": self.steps_per_generation,
             "threads": len(os.sched_getaffinity(0)),
             "keep_every": keep_every,
+            "dtype": "float32" if spec.model.dtype == "auto" else spec.model.dtype,
             "lora": None if spec.model.lora is None else {"rank": spec.model.lora.rank, "alpha": spec.model.lora.alpha},
         }
 
@@ -164,14 +169,18 @@ def with_random_weights(seed: int, directory: Path, model: RandomModel, lora_ran
     problems = training_set(ROWS, settings.problems, random.Random(seed))
     texts = [problem.prompt + worked_solution(problem) for problem in problems]
     tokenizer = build_tokenizer(texts, settings.model.vocab_size)
-    written = write_model(directory / "model", model.shape)
+    written = write_model(directory / "model", model.shape, model.dtype)
     tokenizer.save_pretrained(written)
     rows = directory / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": p.prompt, "answer": str(p.answer)}) + "\n" for p in problems))
     spec = {
         "name": "random-weights",
         "seed": seed,
-        "model": {"path": str(written), "lora": None if lora_rank is None else {"rank": lora_rank}},
+        "model": {
+            "path": str(written),
+            "dtype": model.dtype,
+            "lora": None if lora_rank is None else {"rank": lora_rank},
+        },
         "data": {"path": str(rows), "label_column": "answer"},
         "rollout": {"group_size": 8, "sampling": {"max_new_tokens": model.tokens}},
         "reward": {"components": [{"kind": "custom", "path": f"{plain_rewards.__file__}:score"}]},
@@ -295,6 +304,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if arguments.steps is not None:
         models = {name: replace(getattr(size, name), steps=arguments.steps) for name in ("real", "large")}
         size = replace(size, steps=arguments.steps, learning_steps=arguments.steps, **models)
+    models = {name: replace(getattr(size, name), dtype=arguments.dtype) for name in ("real", "large")}
+    size = replace(size, **models)
     found = []
     with tempfile.TemporaryDirectory(prefix="end-to-end-") as directory:
         for number, seed in enumerate(arguments.seeds):
@@ -318,6 +329,7 @@ def main() -> int:
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=USUAL)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="of each run (41, 70, 8 and 5 by part)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of random weights")
     parser.add_argument("--quick", action="store_true", help="a few steps of each: shows that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()

@@ -63,7 +63,7 @@ def config_of(given: dict[str, Any]) -> GRPOConfig:
         loss_type="dapo",
         seed=given["seed"],
         use_cpu=True,
-        bf16=False,
+        bf16=given["dtype"] == "bfloat16",
         gradient_checkpointing=False,
         report_to=[],
         save_strategy="no",
@@ -86,7 +86,7 @@ def main() -> None:
     torch.set_num_threads(given["threads"])
     transformers_logging.disable_progress_bar()
     reward = getattr(plain_rewards, given["reward"])
-    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(given["model"], dtype=getattr(torch, given["dtype"]))
     told = Told(given, model)
 
     def graded(completions: list[Any], completion_ids: list[Any], answer: list[str], **_: Any) -> list[float]:

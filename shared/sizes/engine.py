@@ -60,7 +60,9 @@ def engine_footprint(spec: ExperimentSpec, sizes: ModelSizes) -> Footprint | Non
         ),
     ]
     if size == 4:
-        remedies.append(("model.dtype: bfloat16", copies * stored * 2 + (0 if is_native else slots * tokens * of_token // 2)))
+        remedies.append(
+            ("model.dtype: bfloat16", copies * stored * 2 + (0 if is_native else slots * tokens * of_token // 2))
+        )
     found = sorted((each for each in remedies if each[1] > 0 and slots > 1), key=lambda each: -each[1])
     return Footprint("rollout's engine", device, [each for each in parts if each.num_bytes], found)
 

@@ -91,7 +91,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/trainer/models/native/kernels.py:Kernels.rotate_halves": 1,
         "services/trainer/models/native/kernels.py:Kernels.silu_mul_backward": 1,
         "services/trainer/models/native/kernels.py:Kernels.statistics_backward": 1,
-        "services/trainer/models/native/kernels.py:Kernels.take_rows": 1,
         "services/trainer/models/native/kernels.py:Kernels.token_statistics": 1,
         "services/trainer/parallel/fsdp.py:shard_layers": 2,
         "services/trainer/supervisor/process.py:command_of": 1,

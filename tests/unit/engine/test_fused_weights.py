@@ -51,9 +51,11 @@ class Recorded:
         self.events.append(name)
         return torch.zeros(self.headers[name].shape)
 
-    def pack(self, rows: Tensor, depth: int, *, is_gated: bool = False, into: Tensor | None = None) -> Tensor:
+    def pack(
+        self, rows: Tensor, depth: int, dtype: torch.dtype, *, is_gated: bool = False, into: Tensor | None = None
+    ) -> Tensor:
         self.events.append("packed")
-        packed = torch.empty(rows.shape[0], depth) if into is None else into
+        packed = torch.empty(rows.shape[0], depth, dtype=dtype) if into is None else into
         self.memory.append(packed.data_ptr())
         return packed
 

@@ -167,7 +167,11 @@ def test_weights_of_bfloat16_compute_what_the_same_numbers_of_float32_do(variant
     halves, plain = decoders_of(sizes, tmp_path, (torch.bfloat16, torch.float32))
     floats = FusedDecoder(
         *(sizes, [tmp_path / "model.safetensors"]),
-        dtype=torch.float32, device=CPU, num_rows=16, context_tokens=64, may_be_native=True,
+        dtype=torch.float32,
+        device=CPU,
+        num_rows=16,
+        context_tokens=64,
+        may_be_native=True,
     )
     sequences, rows = sequences_of(sizes, 1, 17, 5), [[0, 3], [1], [2, 4, 6]]
     lengths, tokens = torch.tensor([1, 17, 5, 1, 5, 0, 5]), torch.randint(sizes.vocab_size, (7,))

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -63,7 +63,7 @@ def to_table(file: SampleFile) -> pa.Table:
     pairs = [(kept, member) for kept in file.groups for member in range(len(kept.group.trajectories))]
     places = [place for place, kept in enumerate(file.groups) for _ in kept.group.trajectories]
     columns: dict[str, pa.Array] = {
-        "kind": pa.array([kept.kind.value for kept, _ in pairs], pa.string()),
+        "kind": pa.array([kept.kind for kept, _ in pairs], pa.string()),
         "step": pa.array([file.step] * len(pairs), pa.int64()),
         "version": pa.array([file.version] * len(pairs), pa.int64()),
         "place": pa.array(places, pa.int32()),
@@ -158,10 +158,10 @@ def _of_tasks() -> list[tuple[str, pa.DataType, Callable[[Task], Any]]]:
     return [
         ("group_id", pa.int64(), lambda t: t.group_id),
         ("row", pa.int64(), lambda t: t.row),
-        ("messages", pa.string(), lambda t: _json([[each.role, each.content] for each in t.messages])),
+        ("messages", pa.string(), _messages),
         ("label", pa.string(), lambda t: t.label),
         ("data_source", pa.string(), lambda t: t.data_source),
-        ("metadata", pa.string(), lambda t: _json(dict(t.metadata)) if t.metadata else None),
+        ("metadata", pa.string(), _metadata),
         ("group_size", pa.int32(), lambda t: t.group_size),
         ("seed", pa.int64(), lambda t: t.seed),
         ("min_version", pa.int64(), lambda t: t.min_version),
@@ -177,8 +177,8 @@ def _of_trajectories() -> list[tuple[str, pa.DataType, Callable[[Trajectory], An
     numbers = pa.map_(pa.string(), pa.float64())
     return [
         ("completion", pa.string(), lambda t: t.text),
-        ("finish_reason", pa.string(), lambda t: t.finish_reason.value),
-        ("status", pa.string(), lambda t: t.status.value),
+        ("finish_reason", pa.string(), lambda t: t.finish_reason),
+        ("status", pa.string(), lambda t: t.status),
         ("reward", pa.float64(), lambda t: t.reward),
         ("components", numbers, lambda t: list(t.components.items())),
         ("reason", pa.string(), lambda t: t.reason),
@@ -233,12 +233,15 @@ def _lists(values: Sequence[Any], dtype: type[np.generic]) -> pa.Array:
 
     if all(value is None for value in values):
         return pa.nulls(len(values), pa.list_(pa.from_numpy_dtype(dtype)))
-    sizes = [0 if value is None else len(value) for value in values]
-    present = [value for value in values if value is not None and len(value)]
-    flat = np.concatenate(present).astype(dtype, copy=False) if present else np.zeros(0, dtype)
+    present = [value for value in values if value is not None]
+    if isinstance(present[0], np.ndarray):
+        flat = np.concatenate(present).astype(dtype, copy=False)
+    else:
+        # Mostly of one number each: an array for each of them would take thrice as long.
+        flat = np.array(list(chain.from_iterable(present)), dtype)
     offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum(sizes, out=offsets[1:])
-    mask = pa.array([value is None for value in values], pa.bool_())
+    np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
+    mask = None if len(present) == len(values) else pa.array([value is None for value in values], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), mask=mask)
 
 
@@ -310,8 +313,18 @@ def _json(value: object) -> str:
     return _ENCODER.encode(value)
 
 
+def _messages(task: Task) -> str:
+    # Word by word: for a list an encoder makes another one each time, which takes longer than to write it.
+    encode = _ENCODER.encode
+    return f"[{', '.join([f'[{encode(each.role)}, {encode(each.content)}]' for each in task.messages])}]"
+
+
+def _metadata(task: Task) -> str | None:
+    encode, found = _ENCODER.encode, task.metadata.items()
+    return f"{{{', '.join([f'{encode(str(name))}: {encode(value)}' for name, value in found])}}}" if found else None
+
+
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=repr)
-"""Made once: for the few words of most prompts that takes longer than to write them."""
 
 
 def newest_version(groups: Iterable[KeptGroup]) -> int:

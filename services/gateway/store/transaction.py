@@ -160,6 +160,12 @@ class TransactionalStore(ABC):
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SOON_SECONDS, self._on_time)
 
+    def _end_timer(self) -> None:
+        """Let what comes next wait half a second of its own, now that nothing waits any more."""
+        if self._timer is not None and not self._soon and not self._joining:
+            self._timer.cancel()
+            self._timer = None
+
     def _on_time(self) -> None:
         self._timer = None
         if self._soon or self._joining:
@@ -220,6 +226,7 @@ class TransactionalStore(ABC):
         try:
             # First: where an experiment is deleted, its measurements go with it.
             soon, self._soon = self._soon, []
+            self._end_timer()
             if soon:
                 await self._apply_with(soon, change.writes)
             elif change.writes:
@@ -234,7 +241,7 @@ class TransactionalStore(ABC):
             await self.apply([*soon, *writes])
             return
         except Unavailable:
-            self._soon = [*soon, *self._soon]
+            self._keep_waiting(soon)
             raise
         except FlotillaError as error:
             refused = error
@@ -243,9 +250,13 @@ class TransactionalStore(ABC):
                 await self.apply(writes)
         except BaseException:
             # It was the change that is refused, or the database went away.
-            self._soon = [*soon, *self._soon]
+            self._keep_waiting(soon)
             raise
         log.error("what was measured is refused, and dropped", extra={"error": refused.detail})
+
+    def _keep_waiting(self, soon: list[Write]) -> None:
+        self._soon = [*soon, *self._soon]
+        self._set_timer()
 
 
 async def in_time(storing: "asyncio.Future[T]") -> T:

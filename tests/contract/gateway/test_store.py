@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from flotilla.services.gateway.store import locks, tables
+from flotilla.services.gateway.store import locks, tables, transaction
 from flotilla.services.gateway.store.base import Store
 from flotilla.services.gateway.store.memory import MemoryStore
 from flotilla.services.gateway.store.records import (
@@ -722,6 +722,49 @@ async def test_what_was_measured_is_stored_soon_without_another_change(
     store.write_soon(measured(1))
 
     await asyncio.wait_for(stored.wait(), 10)
+
+
+async def test_what_is_measured_after_a_change_waits_half_a_second_of_its_own(store: Store) -> None:
+    def stored_alone_at() -> float | None:
+        timer = store._timer  # type: ignore[attr-defined]
+        return None if timer is None else timer.when()
+
+    store.write_soon(measured(1))
+    first = stored_alone_at()
+    async with store.transaction() as change:
+        change.write(measured(2))
+    assert stored_alone_at() is None, "nothing waits"
+
+    await asyncio.sleep(0.01)
+    store.write_soon(measured(3))
+    second = stored_alone_at()
+    assert first is not None and second is not None and second > first
+    store.write_soon(measured(4))
+    assert stored_alone_at() == second, "the first of those that wait says when"
+
+
+async def test_what_a_database_refused_to_take_for_a_while_is_stored_without_another_change(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transaction, "SOON_SECONDS", 0.05)
+    original, answers = store.apply, False
+
+    async def apply(writes: Sequence[Write]) -> list[Event]:
+        if not answers:
+            raise Unavailable("the disk is full")
+        return await original(writes)
+
+    monkeypatch.setattr(store, "apply", apply)
+    store.write_soon(measured(1))
+    with pytest.raises(Unavailable):
+        async with store.transaction() as change:
+            change.write(measured(2))
+    answers = True
+
+    async with asyncio.timeout(10):
+        while store._soon:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+    assert await steps_of(store) == [1]
 
 
 async def test_what_was_measured_waits_for_a_database_and_is_stored_when_it_closes(tmp_path: Path) -> None:

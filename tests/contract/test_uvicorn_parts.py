@@ -51,6 +51,8 @@ OF_CYCLE = {"disconnected", "message_event", "response_complete", "response_star
 OF_FLOW = {"read_paused"}
 
 OF_SERVER = {"capture_signals", "serve", "should_exit"}
+OF_SERVERS_LOOP = {"on_tick", "should_exit"}
+"""Where the loop is that looks whether the server should end."""
 
 
 def chains(source: str, *path: str) -> set[str]:
@@ -116,6 +118,40 @@ def test_a_malformed_request_is_logged_in_the_words_that_are_left_out() -> None:
 def test_a_server_has_what_is_used_of_it() -> None:
     server = uvicorn.Server(uvicorn.Config(lambda: None, log_config=None, lifespan="off"))
 
-    assert chains(inspect.getsource(serving), "self", "_server") == OF_SERVER
+    assert chains(inspect.getsource(serving), "self", "_server") == {*OF_SERVER, "end"}
     assert all(hasattr(server, name) for name in OF_SERVER)
     assert "sockets" in inspect.signature(server.serve).parameters
+
+
+async def test_the_loop_of_a_server_looks_as_uvicorns_does() -> None:
+    ours, theirs = serving._Server, uvicorn.Server
+    its_own = set(vars(ours)) | {"_told"}
+
+    assert {name for name in vars(ours) if not name.startswith("_") and hasattr(theirs, name)} == {"main_loop"}
+    assert chains(inspect.getsource(ours), "self") - its_own == OF_SERVERS_LOOP
+    assert "await self.main_loop()" in inspect.getsource(theirs._serve)
+    assert chains(inspect.getsource(theirs.main_loop), "self") == {"on_tick"}
+    assert "counter % 10 == 0" in inspect.getsource(theirs.on_tick), "0 renews the date"
+
+
+async def test_a_server_that_is_told_to_end_does_not_wait_for_its_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "LOOK_SECONDS", 3600.0)
+    server = serving._Server(uvicorn.Config(lambda: None, log_config=None, lifespan="off"))
+    running = asyncio.create_task(server.main_loop())
+    await asyncio.sleep(0)
+    assert server.server_state.default_headers[0][0] == b"date"
+
+    server.end()
+
+    await asyncio.wait_for(running, 30)
+
+
+async def test_a_server_looks_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "LOOK_SECONDS", 0.01)
+    server = serving._Server(uvicorn.Config(lambda: None, log_config=None, lifespan="off"))
+    running = asyncio.create_task(server.main_loop())
+    await asyncio.sleep(0)
+
+    server.should_exit = True
+
+    await asyncio.wait_for(running, 30)

@@ -22,7 +22,7 @@ from flotilla.services.gateway.routes import (
     webhooks,
 )
 from flotilla.services.gateway.routes.doors import add_doors, doors_opened
-from flotilla.services.gateway.routes.trainer_calls import answering_services
+from flotilla.services.gateway.routes.follower_calls import answering_callers
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.services.gateway.state import GatewayState, OpenState, open_state
 from flotilla.shared.net.server.request_body import Bodies
@@ -71,7 +71,7 @@ def _prepare(app: FastAPI) -> None:
 
 
 class _GatewayApp(FastAPI):
-    """Lets each request pass the guard, and answers what services ask most, before the framework sees it."""
+    """Lets each request pass the guard, and answers what is asked most, before the framework sees it."""
 
     def __init__(self, settings: GatewaySettings, **options: Any) -> None:
         super().__init__(**options)
@@ -80,7 +80,7 @@ class _GatewayApp(FastAPI):
     def build_middleware_stack(self) -> ASGIApp:
         """Put the framework's own layers inside: a waiting status call would keep a frame of each."""
         framework = super().build_middleware_stack()
-        return Guard(answering_services(framework), opened_of=_opened_of, bodies=self._bodies)
+        return Guard(answering_callers(framework), opened_of=_opened_of, bodies=self._bodies)
 
 
 def _opened_of(scope: Scope) -> Opened:

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Query
 from flotilla.services.gateway.lifecycle.rules import views_of
 from flotilla.services.gateway.monitoring.bottleneck import Placed, advice_on_cores
 from flotilla.services.gateway.monitoring.usage import usage_of
+from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.routes.dependencies import MAX_WHOLE, OF_TRAINER, Gateway, Jobs, Limit, Step
+from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import rfc3339
 from flotilla.shared.errors import InvalidRequest, NotFound
 from flotilla.shared.schemas.costs import Usage, with_costs
@@ -36,7 +38,11 @@ async def ledger(experiment_id: str, gateway: Gateway, jobs: Jobs) -> dict[str, 
     """
     if jobs.is_one(experiment_id):
         return {"requests": (await jobs.ledger(experiment_id)).model_dump(mode="json")}
-    experiment = gateway.repository.get(experiment_id)
+    return await ledgers_of(gateway.repository.get(experiment_id), gateway)
+
+
+async def ledgers_of(experiment: Experiment, gateway: GatewayState) -> dict[str, Any]:
+    """Describe the ledgers of an experiment's two lanes."""
     if experiment.record.final_ledger is not None:
         return dict(experiment.record.final_ledger)
     train, evaluation = await experiment.train.ledger(), await experiment.evaluation.ledger()

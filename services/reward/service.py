@@ -1,7 +1,6 @@
 """Follows the desired state: grades for one experiment at a time."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Protocol
@@ -11,8 +10,6 @@ from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.schemas.service import Assignment, Failure, ObservedState, WorkState
 from flotilla.shared.service import reconciling
 from flotilla.shared.service.reconciling import SessionFollower
-
-log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 30.0
 DRAIN_LOOK_SECONDS = 0.05

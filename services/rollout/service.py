@@ -22,7 +22,6 @@ from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.consumer import RolloutConsumer
 from flotilla.services.rollout.engines.base import Engine, OnEngineDeath
 from flotilla.services.rollout.weights.receiver import WeightReceiver
-from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.children.restarts import FIRST_PAUSE_SECONDS, Restarts
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import FlotillaError, ServerUnreachable, WeightTransferFailed, WorkerDied
@@ -130,10 +129,6 @@ class Session(reconciling.Session, Protocol):
 
     worker: RolloutConsumer
     receiver: WeightReceiver
-
-    @property
-    def gate(self) -> VersionGate:
-        """The version that serves."""
 
     @property
     def engine(self) -> Engine:

@@ -15,7 +15,6 @@ from flotilla.services.rollout.task_source import TaskSource
 from flotilla.services.rollout.tools.code_interpreter import Sandboxes
 from flotilla.services.rollout.weights.receiver import WeightReceiver
 from flotilla.services.rollout.weights.sources import WeightSources
-from flotilla.services.rollout.weights.version import VersionGate
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.locations.allowed import Places, check_agents, check_episodes
 from flotilla.shared.samples.recorder import SampleRecorder
@@ -36,11 +35,6 @@ class RolloutSession:
     def engine(self) -> Engine:
         """What samples."""
         return self.loaded.engine
-
-    @property
-    def gate(self) -> VersionGate:
-        """The version that serves."""
-        return self.receiver.gate
 
     @property
     def agents(self) -> AgentEpisodes | None:

@@ -4,7 +4,6 @@ For one examination it listens where the fleet's own data listeners would be.
 """
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -24,9 +23,6 @@ from flotilla.shared.files.beneath import read_beneath
 from flotilla.shared.net.server.ports import listening_socket
 from flotilla.shared.schemas.checks import LOOK, MOST_FILES, REACH, CheckOrder, CheckReport, HostFacts, PortUse
 from flotilla.shared.streams.redis.connection import connect
-
-log = logging.getLogger(__name__)
-
 
 LINGER_SECONDS: Final = 60.0
 """After this no caller remains, whatever happened to the gateway."""

@@ -30,7 +30,6 @@ from flotilla.importers.values import count, flag, integer, number, numbers, tex
 
 Fields = dict[str, Any]
 VLLM: Final = {"use_vllm": True}
-PER_TOKEN: Final = frozenset({"dapo", "bnpo", "cispo"})
 CONTEXT: Final = 2048
 OUTSIDE: Final = {
     "token_truncate": ("token", "clamp"), "token_mask": ("token", "zero"),

@@ -15,7 +15,6 @@ from flotilla.shared.config.sections.data import is_data_file
 
 Fields = dict[str, Any]
 
-DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 SCHEDULES = ("cosine", "constant", "wsd")
 STABLE = 0.9
 """Share of the updates after warm-up that verl's wsd leaves at the peak; the rest follows a cosine to 0."""

@@ -19,10 +19,6 @@ from flotilla.importers.verl.launch import MODULE
 ASYNC = "async_training"
 ROLLOUT_ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 FULLY_ASYNC = {"data.train_batch_size": 0, "rollout.total_rollout_steps": 10_000}
-DEVICES = (
-    "the trainer's ranks are on one machine, as many as resources.trainer.devices says; batch sizes are global: this "
-    "changes speed, not what is computed"
-)
 
 TRAINER_ROWS: tuple[Parameter, ...] = (
     translated(MODULE, ("asynchrony.staleness_threshold", "asynchrony.max_lag"), text,

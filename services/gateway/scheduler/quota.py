@@ -4,7 +4,6 @@ A service that an experiment gives up is asked to leave first: it takes nothing 
 progress, until it says that it is done or its notice is over. Only then is it released, and given to another.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -24,9 +23,6 @@ from flotilla.shared.config.rules.devices import DeviceFacts
 from flotilla.shared.schemas.experiment import ExperimentShare, FleetView, KindShare
 from flotilla.shared.schemas.service import LIVE_CHANGES, ServiceKind
 from flotilla.shared.schemas.service import ServiceKind as Kind
-
-log = logging.getLogger(__name__)
-
 
 Facts = tuple[ServiceRecord, bool, frozenset[str], frozenset[str]]
 """All that a candidate is made of: the record, whether it leaves, what it can do, its devices."""

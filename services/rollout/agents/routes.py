@@ -16,6 +16,7 @@ from flotilla.services.rollout.agents.episodes import AgentEpisodes
 from flotilla.services.rollout.agents.messages import PING
 from flotilla.services.rollout.agents.replies import Reply
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized, Unavailable
+from flotilla.shared.net.authorisation.tokens import Accepts
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
 from flotilla.shared.schemas.episode import BeginEpisode, CompleteEpisode, EndedEpisode, EpisodeReward, OpenedEpisode
 
@@ -26,8 +27,6 @@ RETRIES: Final = "x-stainless-retry-count"
 """Header in which OpenAI's and Anthropic's clients mark a retry."""
 
 STREAMED: Final[dict[str, Any]] = {"content": {"application/json": {}, "text/event-stream": {}}}
-
-Accepts = Callable[[str | None], bool]
 
 
 def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accepts: Accepts) -> APIRouter:

@@ -278,11 +278,6 @@ class WeightReceiver:
         """Why the version that is wanted cannot be served; None while it can."""
         return self._switcher.refusal
 
-    @property
-    def is_asleep(self) -> bool:
-        """Whether the engine was put to sleep."""
-        return self._switcher.is_asleep
-
     async def sleep(self) -> None:
         """Put the engine to sleep; publications are received all the same. Errors as of ``VersionSwitcher.sleep``."""
         await self._switcher.sleep()

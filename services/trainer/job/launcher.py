@@ -5,7 +5,6 @@ supervisor directly. When a rank ends by a signal, all others are ended, on othe
 host is told which it was.
 """
 
-import logging
 import os
 import signal
 import socket
@@ -26,8 +25,6 @@ from flotilla.services.trainer.job.rendezvous import BACKEND, JobEnded, Node, Re
 from flotilla.services.trainer.wire import EXIT_PEER_LOST, Failed, Line, StoreOpened
 from flotilla.shared.children.processes import python_module
 from flotilla.shared.schemas.service import Failure
-
-log = logging.getLogger(__name__)
 
 END_SECONDS = 5
 """A rank that was told to end is killed after that."""

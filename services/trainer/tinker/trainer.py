@@ -5,7 +5,6 @@ process that takes over loads the last state and does the later requests again, 
 On one device the same requests give the same bits.
 """
 
-import logging
 import shutil
 import sys
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ from flotilla.shared.tinker.messages import Datum, ForwardBackwardRequest, write
 from flotilla.shared.tinker.paths import Kind, SavedPath, runs_with_state, state_of
 from flotilla.shared.tinker.queue import Answer, Form, Request
 from flotilla.shared.tinker.records import AdamStep, Load, Lora, Model, Save, Saved, Update, Verb
-
-log = logging.getLogger(__name__)
 
 STEPS_BETWEEN_STATES = 8
 TARGETS = "target_tokens"

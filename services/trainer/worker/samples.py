@@ -1,7 +1,6 @@
 """What the trainer keeps of the groups that it trains: whole steps, with all that only it knows about their tokens."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +15,6 @@ from flotilla.shared.samples.recorder import KeepsEnded, NothingKept, SampleReco
 from flotilla.shared.schemas.live_changes import LiveChange
 from flotilla.shared.schemas.sample_kinds import KeptGroup, SampleFile, SampleKind
 from flotilla.shared.schemas.service import Failure
-
-log = logging.getLogger(__name__)
 
 COMPONENT = "samples"
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.service import Failure
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.weights.group.endpoint_client import EndpointClient
-
-log = logging.getLogger(__name__)
 
 UNSENT = "unsent_metrics.jsonl"
 OFFLOADED = "offloaded"

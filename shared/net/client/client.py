@@ -36,8 +36,6 @@ from flotilla.shared.net.authorisation.access import RENEWED_TOKEN
 from flotilla.shared.net.client.bearer_client import bearer_client
 from flotilla.shared.net.retry import retry
 
-log = logging.getLogger(__name__)
-
 CONNECT_SECONDS = 2.5
 """Time for the second of the kernel's attempts: one that began in a cut network is made again soon after the mend."""
 LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=16)

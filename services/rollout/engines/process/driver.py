@@ -1,6 +1,5 @@
 """Drives a ``TorchEngine`` from a queue of commands, on the thread that calls ``run``."""
 
-import logging
 import queue
 import time
 from collections.abc import Callable
@@ -35,8 +34,6 @@ from flotilla.shared.errors import FlotillaError
 from flotilla.shared.faults.armed import armed
 from flotilla.shared.faults.sites import Site
 from flotilla.shared.host.cores import CoreSeat
-
-log = logging.getLogger(__name__)
 
 Reply = Callable[[int, Result], None]
 THREADS_SECONDS = 0.1

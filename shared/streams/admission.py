@@ -71,6 +71,9 @@ class Admission(Protocol):
 
         As many as are admitted while fewer than ``limit`` are outstanding. Those that were taken before are left out,
         so that it may be repeated; numbers that are missing count as issued and dropped, ``trimmed``.
+
+        Raises:
+            Unavailable: also where the life of the server in which they were read is over.
         """
         ...
 
@@ -78,8 +81,12 @@ class Admission(Protocol):
         """Read up to which number groups were taken, or missed."""
         ...
 
-    async def begin_taking(self, after: int) -> None:
-        """Take, and miss, no group up to a number; without effect once a higher one was taken."""
+    async def begin_taking(self, after: int, life: str = "") -> None:
+        """Take, and miss, no group up to a number; without effect once a higher one was taken.
+
+        Raises:
+            Unavailable: also where the life of the server in which the number was read is over.
+        """
         ...
 
     async def next_group_id(self) -> int:

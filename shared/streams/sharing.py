@@ -7,7 +7,7 @@ than the experiment allows its streams: beyond that the oldest groups are trimme
 comes for them counts what is missing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from flotilla.shared.streams.codec import EntryHeader
@@ -37,10 +37,12 @@ class SharedRead:
     Attributes:
         groups: the first of them, in order.
         reached: the highest number covered: one up to it, and in no group, was trimmed.
+        life: of the server, in which it was read; see ``Sharing.life``.
     """
 
     groups: tuple[SharedGroup, ...]
     reached: int
+    life: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,24 @@ class Sharing(Protocol):
         """
         ...
 
+    async def life(self) -> str:
+        """Name the server's life, which ends with it: the next may begin at an earlier state.
+
+        Numbers are given again then, to other groups. So what was read in one life has an effect in that alone. ""
+        where the server does not name it.
+        """
+        ...
+
     async def read(self, after: int, count: int) -> SharedRead:
         """Read groups behind a number, without an effect."""
         ...
 
-    async def confirm(self, name: str, number: int) -> None:
-        """Note that a subscriber has everything up to a number, and delete what all have."""
+    async def confirm(self, name: str, number: int, life: str = "") -> None:
+        """Note that a subscriber has everything up to a number, and delete what all have.
+
+        Raises:
+            Unavailable: also where the life in which the number was read is over.
+        """
         ...
 
     async def unsubscribe(self, name: str) -> None:

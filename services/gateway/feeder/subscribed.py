@@ -3,7 +3,9 @@
     source: scored --same step--> shared --read--> subscriber: scored, trimmed --confirm--> shared, deleted
 
 Taking is one step in the subscriber's own data plane, which knows how far it came: what was taken and not confirmed is
-found taken. From there on the groups are like any others of the subscriber: claims, plans, checkpoints, ledger.
+found taken. A number means a group in one life of the server alone: one that comes back without the end of its log
+gives it to another group, so what was read before is neither taken nor confirmed then. From there on the groups are
+like any others of the subscriber: claims, plans, checkpoints, ledger.
 """
 
 import logging
@@ -66,8 +68,9 @@ class SubscribedFeeder(Feeder):
         now = self._clock.monotonic()
         if self._subscribed_at is None or now - self._subscribed_at > SUBSCRIBE_SECONDS:
             sharing, admission = self._source().train.sharing, self._admission
-            await admission.begin_taking(await sharing.subscribe(self._experiment.id))
-            await sharing.confirm(self._experiment.id, await admission.taken_through())
+            life = await sharing.life()
+            await admission.begin_taking(await sharing.subscribe(self._experiment.id), life)
+            await sharing.confirm(self._experiment.id, await admission.taken_through(), life)
             self._subscribed_at = now
         return await super().feed()
 
@@ -117,7 +120,7 @@ class SubscribedFeeder(Feeder):
             return BLOCKED_SECONDS
         self._over_since = None
         taken = await self._admission.take(read, limit=max(spec.admission_budget, ledger.outstanding + room))
-        await sharing.confirm(self._experiment.id, taken.through)
+        await sharing.confirm(self._experiment.id, taken.through, read.life)
         if (missed := taken.through - after - taken.count) > 0:
             facts = {"experiment_id": self._experiment.id, "source": source.id, "count": missed}
             log.warning("groups were trimmed before they could be taken", extra=facts)

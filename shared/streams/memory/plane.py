@@ -108,7 +108,7 @@ class MemoryAdmission:
         """See ``Admission.taken_through``."""
         return self._store.taken_through
 
-    async def begin_taking(self, after: int) -> None:
+    async def begin_taking(self, after: int, life: str = "") -> None:
         """See ``Admission.begin_taking``."""
         self._store.taken_through = max(self._store.taken_through, after)
 
@@ -173,7 +173,11 @@ class MemorySharing:
         last = groups[-1].number if len(groups) == count else self._store.last_shared
         return SharedRead(groups, last)
 
-    async def confirm(self, name: str, number: int) -> None:
+    async def life(self) -> str:
+        """See ``Sharing.life``: here it never ends."""
+        return ""
+
+    async def confirm(self, name: str, number: int, life: str = "") -> None:
         """See ``Sharing.confirm``."""
         if name in self._store.subscribers:
             self._store.subscribers[name] = max(self._store.subscribers[name], number)

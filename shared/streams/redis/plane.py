@@ -103,17 +103,17 @@ class RedisAdmission:
         names += map(keys.stream, HopName)
         counters = " ".join(token_counters(HopName.SCORED))
         missing = counter_of(Resolution.DROPPED, TRIMMED)
-        answer = await self._runner.run("take", names, [read.reached, limit, counters, missing, *entries])
-        count, through, is_full = answer
+        arguments: list[Argument] = [read.reached, limit, counters, missing, read.life, *entries]
+        count, through, is_full = _in_life(await self._runner.run("take", names, arguments))
         return Taken(count, through, bool(is_full))
 
     async def taken_through(self) -> int:
         """See ``Admission.taken_through``."""
         return int(await self._state("taken_through") or 0)
 
-    async def begin_taking(self, after: int) -> None:
+    async def begin_taking(self, after: int, life: str = "") -> None:
         """See ``Admission.begin_taking``."""
-        await self._runner.run("begin_taking", [self._keys.state], [after])
+        _in_life(await self._runner.run("begin_taking", [self._keys.state], [after, life]))
 
     async def next_group_id(self) -> int:
         """See ``Admission.next_group_id``."""
@@ -183,19 +183,25 @@ class RedisSharing:
     async def read(self, after: int, count: int) -> SharedRead:
         """See ``Sharing.read``."""
         # In this order: what comes in between is among the entries, and what is trimmed in between is missing in them.
-        newest = int(await self._runner.run("last_shared", [self._keys.shared]))
+        newest, life = await self._runner.run("last_shared", [self._keys.shared])
         entries = await self._runner.command("XRANGE", self._keys.shared, f"{after + 1}-0", "+", "COUNT", count)
         groups = tuple(_shared(entry_id, fields) for entry_id, fields in entries)
         is_all = len(groups) < count
-        return SharedRead(groups, max([newest if is_all else 0, *(each.number for each in groups)]))
+        reached = max([newest if is_all else 0, *(each.number for each in groups)])
+        return SharedRead(groups, reached, life.decode())
 
-    async def confirm(self, name: str, number: int) -> None:
+    async def life(self) -> str:
+        """See ``Sharing.life``."""
+        _, life = await self._runner.run("last_shared", [self._keys.shared])
+        return str(life.decode())
+
+    async def confirm(self, name: str, number: int, life: str = "") -> None:
         """See ``Sharing.confirm``."""
-        await self._runner.run("confirm", [self._keys.shared, self._keys.state], [name, number])
+        _in_life(await self._runner.run("confirm", [self._keys.shared, self._keys.state], [name, number, life]))
 
     async def unsubscribe(self, name: str) -> None:
         """See ``Sharing.unsubscribe``."""
-        await self._runner.run("confirm", [self._keys.shared, self._keys.state], [name, ""])
+        await self._runner.run("confirm", [self._keys.shared, self._keys.state], [name, "", ""])
 
     async def subscribers(self) -> dict[str, int]:
         """See ``Sharing.subscribers``."""
@@ -206,6 +212,17 @@ class RedisSharing:
 def _shared(entry_id: bytes, fields: Mapping[bytes, bytes]) -> SharedGroup:
     number, header = int(entry_id.partition(b"-")[0]), EntryHeader.from_bytes(fields[b"header"])
     return SharedGroup(number, header, fields[b"payload"], fields[b"grades"])
+
+
+def _in_life(answer: Any) -> Any:
+    """Give a script's answer.
+
+    Raises:
+        Unavailable: it had no effect, since the server has restarted after its arguments were read.
+    """
+    if answer == b"restarted":
+        raise Unavailable("the Redis server has restarted meanwhile", component=COMPONENT)
+    return answer
 
 
 class RedisMailbox:

@@ -399,7 +399,7 @@ class ScriptedTrainer(Scripted):
             await self.take_turn()
             await asyncio.sleep(self.step_seconds)
             await self.publish(experiment_id, version + 1, step)
-            await queue.commit([step])
+            await self._commit(queue, step)
             await queue.record([plan])
             self.step, self.version = step, version + 1
             body = {"step": step, "version": version + 1, "values": self.figures(step)}
@@ -408,9 +408,14 @@ class ScriptedTrainer(Scripted):
         # What was trained and has not come again would end as dropped.
         async with asyncio.timeout(PATIENCE_SECONDS):
             while (await self.plane(Lane.TRAIN).ledger()).trained < len(done):
+                await self._commit(queue, self.step)
                 for claim in await queue.hop.claim(size, wait_seconds=0.2):
                     is_done = claim.header.group_id in done
                     await (queue.resolve_already_trained(claim) if is_done else queue.hop.hand_back(claim))
+
+    async def _commit(self, queue: Any, until: int) -> None:
+        """Make steps final: all whose plans stand, since the server may have forgotten that some were."""
+        await queue.commit([plan.step for plan in await queue.plans_from(0) if plan.step <= until])
 
     async def _planned(self, queue: Any, step: int, version: int, size: int, done: set[int]) -> Plan:
         """Plan a step as a trainer does (``source.py``): a server that has lost the end of its log delivers again what

@@ -105,3 +105,32 @@ async def test_what_is_held_or_trained_when_the_log_loses_its_end_is_trained_onc
         assert ledger.balanced
         assert (ledger.issued, ledger.trained, ledger.planned, ledger.outstanding) == (3, 3, 0, 0)
         assert await trained_in(queue, 2) == (1, 2)
+
+
+async def test_a_plan_that_stands_again_since_its_commit_is_lost_is_committed_with_the_next(tmp_path: Path) -> None:
+    directory = tmp_path / "redis"
+    async with a_server(directory) as (server, plane):
+        queue = plane.trainer("trainer")
+        await queue.take_over()
+        await issue(plane, 0, 0)
+        await score(plane, 2)
+        trained = IntervalSet()
+        async with a_running(GroupSource(queue, STRICT, trained, Totals(), LINE)) as source:
+            await ready(source, 0, 1)
+            assert await source.plan(1, source.oldest(1), 0, "")
+            size = await written(directory)
+            trained.add(0)
+            await source.commit(1, trained)
+            lost = await written(directory) - size
+            server.kill()
+            lose_the_end_of_the_log(directory, lost)
+            await asyncio.to_thread(server.start)
+            assert (await plane.ledger()).planned == 1
+
+            assert await source.plan(2, source.oldest(1), 1, "")
+            trained.add(1)
+            await source.commit(2, trained)
+
+        ledger = await plane.ledger()
+        assert (ledger.balanced, ledger.trained, ledger.planned, ledger.outstanding) == (True, 2, 0, 0)
+        assert [await trained_in(queue, step) for step in (1, 2)] == [(0,), (1,)]

@@ -1,7 +1,9 @@
 -- Note that a subscriber has everything up to a number, or is one no more; delete what all have.
--- KEYS: what is shared, state. ARGV: the subscriber, the number or ''. Returns 1, or 0 if it is no subscriber.
+-- KEYS: what is shared, state. ARGV: the subscriber, the number or '', the life in which that was read.
+-- Returns 1, or 0 if it is no subscriber; 'restarted' if the life is over.
 local shared, state = unpack(KEYS)
-local name, number = unpack(ARGV)
+local name, number, life = unpack(ARGV)
+if is_past(life) then return 'restarted' end
 local found = subscribers_of(shared)
 if not found[name] then return 0 end
 if number == '' then

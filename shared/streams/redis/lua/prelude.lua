@@ -79,6 +79,17 @@ local function facts_of(answer)
   return facts
 end
 
+-- Which of the server's lives this is: each start begins one, perhaps at an earlier state. '' where it does not say it.
+local function life_of_server()
+  local told = redis.pcall('INFO', 'server')
+  return type(told) == 'string' and string.match(told, 'run_id:(%w+)') or ''
+end
+
+-- Has the server begun another life since something was read? What was not read in one, of life '', always counts.
+local function is_past(life)
+  return life ~= '' and life_of_server() ~= life
+end
+
 local function number_of(entry)
   return tonumber(string.match(entry, '^%d+'))
 end

@@ -230,7 +230,8 @@ def _explained(entry: Mapping[str, Any], source: Source) -> str:
         if row.name in source.read and any(target == path or target.startswith(f"{path}.") for target in row.targets)
     ]
     cause = f" (from {', '.join(causes[:4])})" if causes else ""
-    return f"{path or 'spec'}: {entry['allowed']}{cause}"
+    hints = "".join(source.given[name].hint for name in causes if name in source.given)
+    return f"{path or 'spec'}: {entry['allowed']}{cause}{hints}"
 
 
 def _canonical(system: System, spelling: str) -> str | None:

@@ -15,11 +15,13 @@ from flotilla.importers.hydra import problem
 from flotilla.importers.shell_conditions import Conditions
 from flotilla.importers.shell_output import Output
 from flotilla.importers.shell_script import ARGUMENTS, NO_FOLDER, Command, Script, parse
-from flotilla.importers.shell_words import NAME, Words, text_of
+from flotilla.importers.shell_words import NAME, VARIABLE, Words, text_of
 from flotilla.shared.errors import InvalidSpec
 
 HARMLESS = re.compile(r"(?:activate|bashrc|profile|conda\.sh|set_env\.sh|setvars\.sh)$")
 """Files that set up a machine's own environment, and no variable of a launch script."""
+HOOK = re.compile(r"\b(?:conda|mamba|micromamba|pyenv|ssh-agent|direnv|brew)\b")
+"""Commands whose output, given to ``eval``, does the same."""
 SUCCEED = frozenset(
     {"", "cd", "pushd", "mkdir", "set", "export", "source", ".", "echo", "pip", "pip3", "sleep", "ray", "rm", "cp"}
 )
@@ -196,10 +198,14 @@ class _Reader:
             return
         found: list[str] = []
         unknown: dict[int, InvalidSpec] = {}
-        for word, error in (each for part in parts for each in self._words.of(_inside(part))):
-            if NO_FOLDER in word or error is not None:
-                unknown[len(found)] = error or problem(self._script.where(node), "$0", FOLDER)
-            found.append(word)
+        for part in parts:
+            before, more = found[-1:], self._words.of(_inside(part))
+            if not more and before and (variable := VARIABLE.fullmatch(text_of(part))) is not None:
+                self._script.empty.setdefault(before[0], variable[1])
+            for word, error in more:
+                if NO_FOLDER in word or error is not None:
+                    unknown[len(found)] = error or problem(self._script.where(node), "$0", FOLDER)
+                found.append(word)
         if found:
             self._script.commands.append(Command(found, next(iter(unknown.values()), None), unknown))
 
@@ -260,6 +266,8 @@ class _Reader:
                 script.unknown[ARGUMENTS] = kept
 
     def _eval(self, node: Node, rest: Sequence[Node], doubt: str | None) -> None:
+        if len(rest) == 1 and "$(" in text_of(rest[0]) and HOOK.search(text_of(rest[0])):
+            return
         found = [each for part in rest for each in self._words.of(part)]
         if doubt is not None or any(error is not None for _, error in found) or self._depth > MAX_DEPTH:
             raise problem(self._script.where(node), text_of(node)[:80], "this is not followed: give the final values")

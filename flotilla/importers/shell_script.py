@@ -21,6 +21,14 @@ OF_THE_SHELL = frozenset(
 )
 """Variables that a shell sets by itself, to what is not known here."""
 LOST = re.compile(rb"[A-Za-z_]\w*")
+ARITHMETIC = rb"\$\(\((?:[^(){}]|\$\{\w+\}|\((?:[^(){}]|\$\{\w+\})*\))*\)\)"
+REPAIRS: Sequence[tuple[re.Pattern[bytes], bytes]] = (
+    (re.compile(rb"(\s)\\\s*\Z"), rb"\1\n"),
+    (re.compile(rb"(\$\{\w+:?[-=+])\["), rb'\1"["'),
+    (re.compile(rb"(\$\{\w+:?[-=+])(" + ARITHMETIC + rb")(?=\})"), rb'\1"\2"'),
+)
+"""What bash reads and the grammar does not, and how the same is written for it: a last line that would go on, and
+defaults that begin with a bracket or are arithmetic with brackets."""
 MAX_REPAIRS = 50
 NO_FOLDER = "\0"
 """Stands for the folder of a script whose path says none."""
@@ -39,6 +47,9 @@ def parse(text: str) -> Node:
     The grammar loses the name of a variable in words such as ``$A/b-$C/d``: there braces are put around it.
     """
     source = text.encode("utf-8", "replace")
+    if _parser().parse(source).root_node.has_error:
+        for pattern, instead in REPAIRS:
+            source = pattern.sub(instead, source)
     for _ in range(MAX_REPAIRS):
         root = _parser().parse(source).root_node
         lost = [match for at in sorted(_lone_signs(root), reverse=True) if (match := LOST.match(source, at))]
@@ -86,6 +97,7 @@ class Script:
         functions: what runs when a word is a command.
         arguments: ``$1`` and those after it.
         commands: those that run, or may.
+        empty: variables without a value, by what stands before them in a command: ``name=``, or a word ``--name``.
         needs_values: whether a name without a value ends it (``set -u``), where else it is empty.
     """
 
@@ -98,13 +110,14 @@ class Script:
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: Sequence[str] = ()
     commands: list[Command] = field(default_factory=list)
+    empty: dict[str, str] = field(default_factory=dict)
     needs_values: bool = False
 
     def inner(self) -> "Script":
         """Return a copy, as a subshell has it: what it sets stays there, what it runs is run."""
         return Script(
             self.source, self.fixed, self.environment, dict(self.variables), dict(self.arrays), dict(self.unknown),
-            dict(self.functions), self.arguments, self.commands, self.needs_values,
+            dict(self.functions), self.arguments, self.commands, self.empty, self.needs_values,
         )  # fmt: skip
 
     def where(self, node: Node) -> str:
@@ -178,6 +191,10 @@ class Script:
             self.variables[name] = value
             self.arrays.pop(name, None)
             self.unknown.pop(name, None)
+
+    def lacking(self, name: str) -> str | None:
+        """Return which variable leaves a parameter without a value."""
+        return self.empty.get(f"{name}=") or self.empty.get(name)
 
     def forget(self, name: str, why: InvalidSpec) -> None:
         """Take note that a name may have another value."""

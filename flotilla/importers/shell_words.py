@@ -18,6 +18,8 @@ BRACES: Final = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 ESCAPED: Final = re.compile(r"\\(\n|.)", re.DOTALL)
 IN_QUOTES: Final = re.compile(r"\\(\n|[$`\"\\])")
 ANSI: Final = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
+VARIABLE: Final = re.compile(r"\$\{?(\w+)\}?[\"']*$")
+SLICE: Final = re.compile(r"\$\{(?:@(?=:)|(\w+)\[[@*]\])(?:: *(\d+)(?:: *(\d+))?)?\}")
 MAX_EXPANSION: Final = 100_000
 MAX_NUMBER: Final = 2**63
 Piece = tuple[str, bool]
@@ -52,7 +54,10 @@ class Words:
                 return array
             if BRACES.search(QUOTED.sub("", text_of(node))):
                 raise self._problem(node, "braces become several words here: write them, or put quotes around them")
-            return [(word, None) for word in _fields(self._pieces(node))]
+            found = _fields(self._pieces(node))
+            if found and found[-1].endswith("=") and (variable := VARIABLE.search(text_of(node))) is not None:
+                self.script.empty.setdefault(found[-1].lstrip("+"), variable[1])
+            return [(word, None) for word in found]
         except InvalidSpec as error:
             return [(text_of(node), error)]
 
@@ -139,12 +144,16 @@ class Words:
             if ARGUMENTS in self.script.unknown:
                 raise self.script.unknown[ARGUMENTS]
             return [(each, None) for each in self.script.arguments]
-        match = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", text_of(inner))
+        match = SLICE.fullmatch(text_of(inner))
         if match is None:
             return None
-        if match[1] in self.script.unknown:
-            raise self.script.unknown[match[1]]
-        found = list(self.script.arrays.get(match[1], []))
+        name = match[1] or ARGUMENTS
+        if name in self.script.unknown:
+            raise self.script.unknown[name]
+        found = self._listed(name)
+        if match[2] is not None:
+            first = int(match[2])
+            found = found[first:] if match[3] is None else found[first : first + int(match[3])]
         if inner is not node:
             return found
         return [
@@ -152,6 +161,12 @@ class Words:
             for word, error in found
             for each in ([word] if error is not None else _fields([(word, True)]))
         ]
+
+    def _listed(self, name: str) -> list[Element]:
+        """Return what a list has; the script's arguments begin with its own name."""
+        if name != ARGUMENTS:
+            return list(self.script.arrays.get(name, []))
+        return [(self.script.path, None), *((each, None) for each in self.script.arguments)]
 
     def _expansion(self, node: Node) -> str:
         inner = text_of(node).strip()[2:-1]
@@ -197,12 +212,12 @@ class Words:
     def _default(self, node: Node, name: str, value: str | None, operator: str, operands: Sequence[Node]) -> str:
         is_there = value is not None and (bool(value) or not operator.startswith(":"))
         if operator.endswith("+"):
-            return self._joined(operands) if is_there else ""
+            return self._joined(operands, in_quotes=_is_in_quotes(node)) if is_there else ""
         if is_there:
             return value or ""
         if operator.endswith("?"):
             raise self._problem(node, f"{name} is not set in the script: give {name}=VALUE")
-        found = self._joined(operands)
+        found = self._joined(operands, in_quotes=_is_in_quotes(node))
         if operator.endswith("="):
             self.script.set(name, found)
         return found
@@ -219,13 +234,20 @@ class Words:
             return re.sub(_regular(pattern), lambda _: made, value, count=0 if operator == "//" else 1)
         return None
 
-    def _joined(self, nodes: Sequence[Node]) -> str:
-        """Return several nodes as one value, with the white space between them."""
+    def _joined(self, nodes: Sequence[Node], *, in_quotes: bool = False) -> str:
+        """Return several nodes as one value, with the white space between them; single quotes stay in double ones."""
         parts: list[str] = []
         for number, node in enumerate(nodes):
             gap = node.start_byte - nodes[number - 1].end_byte if number else 0
-            parts += [" " * gap, self.text(node)]
+            parts += [" " * gap, self._in_quotes(node) if in_quotes else self.text(node)]
         return "".join(parts)
+
+    def _in_quotes(self, node: Node) -> str:
+        if node.type == "raw_string":
+            return text_of(node)
+        if node.type != "concatenation":
+            return self.text(node)
+        return "".join(self._in_quotes(each) if isinstance(each, Node) else gap for each, gap in _with_gaps(node))
 
     def number(self, node: Node) -> int:
         """Evaluate arithmetic.
@@ -287,6 +309,10 @@ def _with_gaps(node: Node) -> Iterator[tuple[Node | None, str]]:
             yield None, source[at:start].decode("utf-8", "replace")
         yield child, text_of(child)
         at = child.end_byte - node.start_byte
+
+
+def _is_in_quotes(node: Node) -> bool:
+    return node.parent is not None and node.parent.type == "string"
 
 
 def _fields(pieces: Iterator[Piece] | Sequence[Piece]) -> list[str]:

@@ -21,6 +21,7 @@ class Given:
         where: file, override, script or command line.
         is_variable: whether other parameters refer to it.
         refusal: why it cannot be read at all; None where the tables say what becomes of it.
+        lacks: variable of a script that leaves it without a value.
     """
 
     value: Any
@@ -28,6 +29,14 @@ class Given:
     where: str
     is_variable: bool = False
     refusal: str | None = None
+    lacks: str | None = None
+
+    @property
+    def hint(self) -> str:
+        """Say how to give the value that a script's variable does not have; nothing where it has one."""
+        if self.lacks and self.lacks.isdigit():
+            return f"; ${self.lacks} is an argument of the script, which has none here: write the value"
+        return f"; {self.lacks} is empty in the script: give {self.lacks}=VALUE" if self.lacks else ""
 
 
 class Source:
@@ -74,7 +83,11 @@ class Source:
         row = self.system.parameters[name]
         self.read.add(name)
         if name in self.given:
-            return row.convert(self.given[name].spelling, self.given[name].value)
+            given = self.given[name]
+            try:
+                return row.convert(given.spelling, given.value)
+            except InvalidSpec as error:
+                raise InvalidSpec(f"{error.detail}{given.hint}", errors=error.errors) from None
         if isinstance(row.default, Inherit):
             return self.value(row.default.name)
         return UNSET if row.default is UNSET else row.convert(name, row.default)
@@ -87,7 +100,8 @@ class Source:
         """
         value = self.value(name)
         if value is None or value is UNSET:
-            raise InvalidSpec(f"{name}: must not be null", errors=[{"path": name, "value": None, "allowed": "a value"}])
+            hint = self.given[name].hint if name in self.given else ""
+            raise InvalidSpec(f"{name}: must not be null{hint}", errors=[{"path": name, "value": None, "allowed": "a value"}])
         return value
 
     def choose(self, name: str, choices: Mapping[str, Any]) -> Any:

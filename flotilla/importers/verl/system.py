@@ -159,7 +159,8 @@ def _from_script(
         names = [found.options.get(launch.CONFIG, "").removesuffix(".yaml"), *(flat.get("defaults") or [])]
         kind = launch.kind_of_defaults(names) or kind
     implied = launch.implied(kind, [found.options.get(launch.CONFIG, ""), *(flat.get("defaults") or [])])
-    return [*refusals, *_resolved(flat, found.overrides, dotted, implied, environment, where="script")]
+    resolved = _resolved(flat, found.overrides, dotted, implied, environment, where="script")
+    return [*refusals, *(replace(each, lacks=script.lacking(each.spelling)) for each in resolved)]
 
 
 def _resolved(

@@ -196,6 +196,10 @@ class _Reader:
             words = [text_of(each) for each in parts]
             self._script.commands.append(Command(words, problem(self._script.where(node), head, doubt)))
             return
+        self._run(node, parts)
+
+    def _run(self, node: Node, parts: Sequence[Node]) -> None:
+        """Take note of a command that runs, with its words after expansion."""
         found: list[str] = []
         unknown: dict[int, InvalidSpec] = {}
         for part in parts:

@@ -20,6 +20,11 @@ OF_THE_SHELL = frozenset(
     {"RANDOM", "HOSTNAME", "SECONDS", "BASHPID", "PPID", "UID", "EUID", "LINENO", "EPOCHSECONDS", "OSTYPE", "MACHTYPE"}
 )
 """Variables that a shell sets by itself, to what is not known here."""
+FIRST_NODE = frozenset(
+    {"NODE_RANK", "RANK", "MACHINE_RANK", "GROUP_RANK", "PET_NODE_RANK", "SLURM_NODEID", "SLURM_PROCID", "ARNOLD_ID",
+     "MLP_ROLE_INDEX", "VC_TASK_INDEX"}
+)  # fmt: skip
+"""Variables by which schedulers number machines: where nothing gives them a script is read as the first reads it."""
 LOST = re.compile(rb"[A-Za-z_]\w*")
 ARITHMETIC = rb"\$\(\((?:[^(){}]|\$\{\w+\}|\((?:[^(){}]|\$\{\w+\})*\))*\)\)"
 REPAIRS: Sequence[tuple[re.Pattern[bytes], bytes]] = (
@@ -139,6 +144,8 @@ class Script:
             return self._argument(int(name))
         if name in self.arrays:
             return self._first(self.arrays[name])
+        if name in FIRST_NODE:
+            return "0"
         return self.path if name == "BASH_SOURCE" else None
 
     @property

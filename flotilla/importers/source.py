@@ -101,7 +101,9 @@ class Source:
         value = self.value(name)
         if value is None or value is UNSET:
             hint = self.given[name].hint if name in self.given else ""
-            raise InvalidSpec(f"{name}: must not be null{hint}", errors=[{"path": name, "value": None, "allowed": "a value"}])
+            raise InvalidSpec(
+                f"{name}: must not be null{hint}", errors=[{"path": name, "value": None, "allowed": "a value"}]
+            )
         return value
 
     def choose(self, name: str, choices: Mapping[str, Any]) -> Any:

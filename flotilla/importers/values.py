@@ -66,6 +66,11 @@ def integer(name: str, value: Any) -> int | None:
     return int(read)
 
 
+def frequency(name: str, value: Any) -> int | None:
+    """Read how often something is done; false is never."""
+    return -1 if value is False or str(value).strip().lower() == "false" else integer(name, value)
+
+
 def count(name: str, value: Any) -> int | None:
     """Read a whole number of at least 1."""
     read = integer(name, value)

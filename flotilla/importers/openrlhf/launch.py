@@ -104,8 +104,8 @@ def read_openrlhf_script(
         raise problem(source, len(trainers), f"the script starts several programs: {which(names)}")
     if chosen[0].problem is not None and not chosen[0].unknown:  # whether it runs at all is not known
         raise chosen[0].problem
-    found = read_openrlhf(chosen[0].words, where="script", unknown=chosen[0].unknown)
-    return [replace(each, lacks=script.lacking(each.spelling)) for each in found]
+    flags = read_openrlhf(chosen[0].words, where="script", unknown=chosen[0].unknown)
+    return [replace(each, lacks=script.lacking(each.spelling)) for each in flags]
 
 
 def find_program(words: Sequence[str]) -> tuple[str, int] | None:

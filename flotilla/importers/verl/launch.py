@@ -50,6 +50,7 @@ TRAINERS: Mapping[str, Kind] = MappingProxyType(
         "recipe.transfer_queue.main_ppo": Kind.SYNCHRONOUS,
         "examples.split_placement.main_ppo_split": Kind.SYNCHRONOUS,
         "recipe.dapo.main_dapo": Kind.DAPO,
+        "recipe.dapo.src.main_dapo": Kind.DAPO,
         "recipe.one_step_off_policy.main_ppo": Kind.ONE_STEP_OFF,
         "recipe.one_step_off_policy.async_main_ppo": Kind.ONE_STEP_OFF,
         "verl.experimental.one_step_off_policy.main_ppo": Kind.ONE_STEP_OFF,

@@ -93,7 +93,7 @@ def _covariance(source: Source, **names: str) -> Section:
 
 
 LOSSES: Mapping[str, tuple[str, Callable[[Source], Section]]] = {
-    "vanilla": ("ppo", lambda s: {**_widths(s), "dual_clip": s.required(f"{ACTOR}.clip_ratio_c")}),
+    "vanilla": ("ppo", lambda s: {**_widths(s), "dual_clip": s.value(f"{ACTOR}.clip_ratio_c")}),
     "gspo": ("gspo", lambda s: {**_widths(s), "gradient": "token"}),
     "sapo": ("sapo", lambda s: {"tau_positive": s.required(f"{ACTOR}.tau_pos"),
                                "tau_negative": s.required(f"{ACTOR}.tau_neg")}),

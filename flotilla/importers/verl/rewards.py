@@ -6,10 +6,9 @@ from flotilla.importers.adapter import adapter_name, verl_adapter, verl_batch_ad
 from flotilla.importers.source import Source
 from flotilla.importers.values import integer
 from flotilla.importers.verl import gdpo
-from flotilla.importers.verl.actor import ACTOR
 from flotilla.importers.verl.algorithm import ARGUMENTS, OVERLONG, RM
 from flotilla.importers.verl.overrides import put
-from flotilla.importers.verl.rules import draws_more, mini_batches
+from flotilla.importers.verl.rules import draws_more, mini_batches, mini_of
 
 Fields = dict[str, Any]
 
@@ -20,7 +19,7 @@ def _bound(source: Source) -> Fields:
     if most <= 0:
         return {}
     drawn = source.value("data.gen_batch_size") if draws_more(source) else None
-    per_step = int(source.required(f"{ACTOR}.ppo_mini_batch_size")) * mini_batches(source)
+    per_step = mini_of(source) * mini_batches(source)
     return {"health.max_groups_without_signal": most * int(drawn or per_step)}
 
 

@@ -51,7 +51,13 @@ def mini_batches(source: Source) -> int:
     """Return require_batches, the mini-batches of one step."""
     if is_fully_async(source):
         return int(source.required(f"{ASYNC}.require_batches"))
-    return max(batch_of(source) // int(source.required(f"{ACTOR}.ppo_mini_batch_size")), 1)
+    return max(batch_of(source) // mini_of(source), 1)
+
+
+def mini_of(source: Source) -> int:
+    """Return the prompts of one update; a batch that does not hold as many is one update, as verl cuts it."""
+    mini = int(source.required(f"{ACTOR}.ppo_mini_batch_size"))
+    return mini if is_fully_async(source) else min(mini, batch_of(source)) or mini
 
 
 def batch_of(source: Source) -> int:
@@ -64,7 +70,7 @@ def batch_of(source: Source) -> int:
 
 def steps(source: Source) -> int | None:
     """Return the number of steps, if it can be known."""
-    per_step = int(source.required(f"{ACTOR}.ppo_mini_batch_size")) * mini_batches(source)
+    per_step = mini_of(source) * mini_batches(source)
     if is_fully_async(source):
         limits = [source.value("rollout.total_rollout_steps")]
         if source.rows is not None:
@@ -82,7 +88,10 @@ def steps(source: Source) -> int | None:
 
 def batches(source: Source) -> Fields:
     """Make the sizes of mini-batch and step, and the asynchrony."""
-    mini, number = source.required(f"{ACTOR}.ppo_mini_batch_size"), mini_batches(source)
+    mini, number = mini_of(source), mini_batches(source)
+    if mini < source.required(f"{ACTOR}.ppo_mini_batch_size"):
+        source.note(f"a step has {mini} prompts, fewer than {ACTOR}.ppo_mini_batch_size: it is one update of them all, "
+                    "as releases of verl up to 0.2 make of it; later ones refuse to start")  # fmt: skip
     fields: Fields = {"optimisation.groups_per_mini_batch": mini, "asynchrony.require_batches": number}
     if number > 1 and source.value(f"{ACTOR}.shuffle"):
         fields["optimisation.shuffle"] = True

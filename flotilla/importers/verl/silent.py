@@ -14,12 +14,10 @@ SPEED = "how another engine shards, offloads, measures or stores is its own matt
 
 VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
     ("actor_rollout_ref.actor",): {
-        "calculate_sum_pi_squared": (False,),
         "load_weight": (True,),
-        "sum_pi_squared_checkpointing": (False,),
     },
     ("actor_rollout_ref.actor.checkpoint",): {
-        "mbridge_config": ({},), "strict": (True,),
+        "mbridge_config": ({},),
     },
     ("actor_rollout_ref.actor.optim",): {
         "decay_type": ("linear",), "eps": (1e-08,), "exp_avg_dtype": ("fp32",), "exp_avg_sq_dtype": ("fp32",),
@@ -65,7 +63,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
         "total_training_steps": (-1,), "weight_decay": (0.01,),
     },
     ("actor_rollout_ref.rollout",): {
-        "cudagraph_capture_sizes": (None,), "full_determinism": (False,),
+        "full_determinism": (False,),
         "logprobs_mode": ("processed_logprobs",), "moe_load_balance_metrics_interval": (0,),
         "n_gpus_per_node": (8,), "nnodes": (0,), "quantization": (None,), "quantization_config_file": (None,),
         "scheduling_policy": ("fcfs",), "seed": (42,), "skip_dump_dir": ("/tmp/rollout_dump",),  # noqa: S108
@@ -87,7 +85,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
     },
     ("critic.checkpoint",): {
         "async_save": (False,), "load_contents": (["model", "optimizer", "extra"],), "mbridge_config": ({},),
-        "save_contents": (["model", "optimizer", "extra"],),
+        "save_contents": (["model", "optimizer", "extra"],), "contents": (["model", "optimizer", "extra"],),
     },
     ("critic.model",): {
         "custom_chat_template": (None,), "enable_activation_offload": (False,), "exclude_modules": (None,),
@@ -146,9 +144,8 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
         "name": ("custom_reward_manager",), "path": (None,),
     },
     ("reward_model",): {
-        "load_weight": (True,), "micro_batch_size": (None,), "num_workers": (1, None,),
-        "reward_loop_class_name": (None,), "reward_loop_module_path": (None,),
-        "reward_loop_source": ("register", None,), "ulysses_sequence_parallel_size": (1,),
+        "load_weight": (True,), "reward_loop_class_name": (None,), "reward_loop_module_path": (None,),
+        "reward_loop_source": ("register", None,),
         "use_reward_loop": (True,),
     },
     ("reward_model.model",): {

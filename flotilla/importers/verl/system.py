@@ -26,6 +26,7 @@ from flotilla.importers.verl import (
     offload,
     overrides,
     profiler,
+    releases,
     rewards,
     rules,
     silent,
@@ -92,7 +93,7 @@ VERL: System = make_system(
         rules.evaluation, rules.checkpoints, rules.beginning, rules.placement, offload.offload, offload.kernels,
         megatron.router,
         rules.publication, rules.tracking, profiler.profiler,
-        tools.episodes,
+        tools.episodes, releases.told,
     ),
     spellings={name: targets[0] for name, targets in trainer.LAUNCH_VARIABLES.items()},
     finish=only_validated,
@@ -176,7 +177,9 @@ def _resolved(
     of_file = set(flat)
     joined, of_script = apply_hydra_overrides(flat, words)
     written = {*joined, *(pair.partition("=")[0].lstrip("+~") for pair in overrides)}
+    said = {**joined, **dict(pair.lstrip("+~").split("=", 1) for pair in overrides if "=" in pair)}
     implied = {name: value for name, value in implied.items() if not _is_written(name, written)}
+    implied |= releases.of_older(said)
     joined, touched = apply_hydra_overrides({**joined, **implied}, overrides)
     found = []
     for each in as_given(joined, touched, default_of, environment):

@@ -12,7 +12,7 @@ from flotilla.importers.parameter import (
     unsupported,
 )
 from flotilla.importers.spelling import experiment_name
-from flotilla.importers.values import count, flag, integer, number, text, texts
+from flotilla.importers.values import count, flag, frequency, integer, number, text, texts
 from flotilla.importers.verl.actor import ACTOR, FOLDER, PROFILING
 from flotilla.importers.verl.launch import MODULE
 
@@ -32,10 +32,10 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
                example=20, default=None),
     translated("trainer.experiment_name", "name", text, "letters, digits, dot, dash and underscore are kept",
                example="another one", default="gsm8k", translate=experiment_name),
-    translated("trainer.save_freq", "checkpoint.every_steps", integer,
+    translated("trainer.save_freq", "checkpoint.every_steps", frequency,
                "steps (in fully asynchronous training versions); -1 is after the last step only", example=4,
                default=-1),
-    translated("trainer.test_freq", "evaluation.every_versions", integer,
+    translated("trainer.test_freq", "evaluation.every_versions", frequency,
                "steps, of one version each; -1 is at the start and the end only", example=4, default=-1),
     translated("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", integer, "newest checkpoints; null keeps all",
                example=3, default=None, context={"trainer.save_freq": 2}),
@@ -87,7 +87,7 @@ TRAINER_ROWS: tuple[Parameter, ...] = (
              "trainer.worker_nsight_options.cuda-memory-usage", "trainer.worker_nsight_options.cuda-graph-trace",
              "trainer.worker_nsight_options.capture-range", "trainer.worker_nsight_options.capture-range-end",
              "trainer.worker_nsight_options.kill"),
-    *unsupported(PROFILING, "global_profiler", "reward_model.profiler", is_tree=True),
+    *unsupported(PROFILING, "global_profiler", "reward_model.profiler", "actor_rollout_ref.profiler", is_tree=True),
     *ignored("both of verl's sets of workers compute the same", "trainer.use_legacy_worker_impl"),
     *ignored("Hydra's own: it does not reach the trainer", "hydra", is_tree=True),
     *ignored("the files that it names are read with this one; verl's own are known", "defaults"),

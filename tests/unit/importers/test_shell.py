@@ -42,6 +42,15 @@ def words(text: str, **fixed: str) -> list[str]:
         ("A=' x y '\nrun a$A\"b\"", ["run", "a", "x", "y", "b"]),
         ("run ${A:-$((1024 * 2))} $((7 / -2)) $((-7 % 3)) $((2 ** 3 == 8))", ["run", "2048", "-3", "-1", "1"]),
         ("run $'a\\tb' ", ["run", "a\tb"]),
+        ('F=${T:-["a b.parquet"]}\nrun "$F"', ["run", "[a b.parquet]"]),
+        ("F=\"${T:-['x','y']}\"\nrun \"$F\" \"${T:-p'q'}\" ${T:-p'q'}", ["run", "['x','y']", "p'q'", "pq"]),
+        ("n=4\nrun ${q:-$(((n + 2) * 3))} \"${q:-$(((n + ${n}) * 3))}\"", ["run", "18", "24"]),
+        ("run x \\\n  a=b \\\n", ["run", "x", "a=b"]),
+        ("run a=1 \"${@:1}\" b=2", ["run", "a=1", "b=2"]),
+        ("set -- p q r\nrun \"${@:2}\" ${@:1:1}", ["run", "q", "r", "p"]),
+        ('L=(a b c d)\nrun "${L[@]:1:2}" ${L[@]:3}', ["run", "b", "c", "d"]),
+        ('eval "$(conda shell.bash hook)"\nconda activate x\nrun', ["run"]),
+        ("if [ $NODE_RANK == 0 ]; then run head; else run ${RANK}; fi", ["run", "head"]),
         ("read -r -d '' C <<'EOF'\nmod $A\nEOF\nrun $C", ["run", "mod", "$A"]),
         ("read -r -d '' C <<EOF\nmod --a 1 \\\n --b 2\nEOF\nrun $C", ["run", "mod", "--a", "1", "--b", "2"]),
     ],
@@ -50,6 +59,19 @@ def test_words_are_expanded_as_a_shell_does(text: str, expected: list[str]) -> N
     found = read_script(text, {}, source="run.sh").commands
 
     assert expected in [command.words for command in found if command.problem is None]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "variable"),
+    [
+        ("run a.b=$MISSING c.d=1", "a.b", "MISSING"),
+        ('export GONE=\nL=(+a.b="${GONE}")\nrun "${L[@]}"', "a.b", "GONE"),
+        ("run --size $1 --next", "--size", "1"),
+        ("A=x\nrun a.b=$A", "a.b", None),
+    ],
+)
+def test_it_is_known_which_variable_leaves_a_parameter_empty(text: str, name: str, variable: str | None) -> None:
+    assert read_script(text, {}, source="run.sh").lacking(name) == variable
 
 
 def test_a_variable_that_is_given_wins_over_the_script() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from flotilla.services.trainer.learning.opening import make_learner
 from flotilla.services.trainer.models.loading import LoadedModel
 from flotilla.services.trainer.parallel.ranks import ONE_RANK, MeshShape, Ranks
 from flotilla.services.trainer.weights.flat_parameters import FlatParameters
-from flotilla.services.trainer.weights.parts import write_parts
+from flotilla.services.trainer.weights.parts import index_of, write_parts
 from flotilla.services.trainer.weights.sharded_parameters import ShardedParameters
 from flotilla.shared.checkpoints.folders import CRITIC, MODEL, OPTIMIZER
 from flotilla.shared.config.spec import ExperimentSpec
@@ -259,7 +260,14 @@ def _furthest_critic(one: Learner | None, several: Learner) -> float:
 
 
 def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """Put the ranks' parts together; every rank does it. Fused experts are divided as torch 2.11 joins no tensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    whole, count = torch.zeros(2, *parameter.shape)
+    whole[index_of(parameter)], count[index_of(parameter)] = parameter.detach().to_local(), 1.0
+    for each in (whole, count):
+        dist.all_reduce(each)
+    return whole / count
 
 
 def _is_image_exact(sharded: nn.Module, ranks: Ranks, whole: nn.Module) -> bool:

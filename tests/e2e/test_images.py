@@ -97,6 +97,21 @@ def test_a_model_learns_to_see(tmp_path: Path) -> None:
     learned(a_spec(tmp_path, hidden=64), tmp_path)
 
 
+def test_a_critic_values_what_a_policy_sees(tmp_path: Path) -> None:
+    spec = a_spec(tmp_path, hidden=64)
+    spec["algorithm"] = {"advantage": {"kind": "gae"}, "value_loss": {"learning_rate": 3.0e-3}}
+    spec["optimisation"]["steps"] = 30
+    run = Run(spec, tmp_path, tmp_path / "runs")
+
+    assert run.wait(480) == 0, run.said()
+
+    check_seen(run, spec)
+    metrics = metrics_of(run.runs / spec["name"])
+    losses = [loss for _, loss in sorted(metrics["loss/value"].items())]
+    assert len(losses) == spec["optimisation"]["steps"]
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2, losses
+
+
 GALLERY = f'''
 import io
 

@@ -25,7 +25,7 @@ SECONDS: Mapping[str, int] = {
     "tests/faults/test_dying_ranks.py": 450,
     "tests/e2e/test_agents.py": 566,  # 60 of a processor went into clients that the example's agent no longer makes
     "tests/e2e/test_frozen_lake.py": 459,
-    "tests/e2e/test_images.py": 110,
+    "tests/e2e/test_images.py": 140,
     "tests/e2e/test_many_experiments.py": 53,
     "tests/e2e/test_tls.py": 58,
     "tests/e2e/test_traces.py": 31,

@@ -29,7 +29,7 @@ from flotilla.shared.streams.hop import (
 )
 from flotilla.shared.streams.ledger import Ledger, token_counters
 from flotilla.shared.streams.mailbox import KEPT_SECONDS, Delivery, Expected
-from flotilla.shared.streams.redis.connection import COMPONENT
+from flotilla.shared.streams.redis.connection import COMPONENT, NO_ANSWER
 from flotilla.shared.streams.redis.hop import RedisHop, TrainerHop
 from flotilla.shared.streams.redis.scripts import Argument, ScriptRunner
 from flotilla.shared.streams.redis.trainer import RedisTrainerQueue
@@ -221,7 +221,7 @@ def _in_life(answer: Any) -> Any:
         Unavailable: it had no effect, since the server has restarted after its arguments were read.
     """
     if answer == b"restarted":
-        raise Unavailable("the Redis server has restarted meanwhile", component=COMPONENT)
+        raise Unavailable("the Redis server has restarted meanwhile", component=COMPONENT, condition=NO_ANSWER)
     return answer
 
 

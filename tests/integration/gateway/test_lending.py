@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from flotilla.services.gateway.registry.shifts import holder_of
+from flotilla.services.gateway.scheduler.lending import GENERATED
 from flotilla.services.gateway.settings import GatewaySettings
 from flotilla.shared.net.client.client import GatewayClient
-from flotilla.shared.schemas.service import LENT, DeviceReport, ServiceKind, WorkState
+from flotilla.shared.schemas.service import LENT, DeviceReport, ObservedState, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import HopName
 from flotilla.shared.streams.redis.plane import RedisDataPlane
@@ -62,6 +63,9 @@ class SlowRollout(ScriptedRollout):
 
 class LentRollout(SlowRollout):
     pool, task_seconds = LENT, TASK_SECONDS
+
+    def observe(self) -> ObservedState:
+        return super().observe().model_copy(update={"load": {GENERATED: float(self.answered)}})
 
 
 class LendingTrainer(ScriptedTrainer):
@@ -119,6 +123,9 @@ class Lent:
         await until(lambda: (self.trainer.step or 0) >= step + num_steps)
         ledger = (await self.client.call("GET", f"{self.path}/ledger"))["train"]
         assert ledger["balanced"]
+
+    async def says(self, words: str) -> bool:
+        return words in await self.told()
 
     async def told(self) -> str:
         [share] = (await self.client.call("GET", "/v1/fleet"))["experiments"]
@@ -221,6 +228,8 @@ async def test_whoever_dies_or_pauses_while_devices_are_lent_no_group_is_lost_or
 
             await fleet.until_lent()
             assert "has the trainer's devices" in await fleet.told() or "the trainer has" in await fleet.told()
+            fleet.lent[-1].task_seconds = 1000.0  # as where each shift ends before an engine has its weights
+            await until(lambda: fleet.says("nothing was sampled there"))
             await client.call("POST", f"{fleet.path}/stop")
             await wait_for(client, fleet.path, "stopped")
             ledger = (await client.call("GET", f"{fleet.path}/ledger"))["train"]

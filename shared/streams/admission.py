@@ -89,6 +89,10 @@ class Admission(Protocol):
         """
         ...
 
+    async def come_from(self, group_id: int) -> None:
+        """Note that none of the other experiment's groups below an id comes any more; never a lower one than before."""
+        ...
+
     async def next_group_id(self) -> int:
         """Read the feeder's cursor."""
         ...

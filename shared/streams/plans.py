@@ -243,11 +243,13 @@ class TrainerQueue(Protocol):
         """Measure the scored stream."""
         ...
 
-    async def lowest_open(self) -> int:
-        """Find the lowest id of a group that is outstanding or planned, or else the next to be issued.
+    async def lowest_open(self, *, are_taken: bool = False) -> int:
+        """Find the lowest id of a group that is outstanding or planned, or else the next to come: no lower one does.
 
-        Where this experiment's own groups are trained, whose ids rise from issue to issue, no lower one comes any more;
-        but to a server that goes back to a state of before this call.
+        But to a server that goes back to a state of before this call.
+
+        Args:
+            are_taken: whether the groups are another experiment's: then it is what ``Admission.come_from`` noted.
         """
         ...
 

@@ -26,6 +26,8 @@ BATCH = 16
 """Groups taken at once; a large one is a megabyte."""
 SUBSCRIBE_SECONDS = 1.0
 """A server that came back from its log may have forgotten a subscription."""
+LOOK_SECONDS = 1.0
+"""Between two looks at which of the source's groups may still come: checkpoints of this experiment list no others."""
 REFUSED = 64
 """Number of refused groups, with none trained, after which all are assumed to be refused."""
 
@@ -58,6 +60,7 @@ class SubscribedFeeder(Feeder):
         self._on_end = on_end
         self._subscribed_at: float | None = None
         self._over_since: float | None = None
+        self._looked_at: float | None = None
 
     async def feed(self) -> float:
         """Subscribe, however the experiment stands; take one batch while it runs.
@@ -89,6 +92,13 @@ class SubscribedFeeder(Feeder):
         queue = self._experiment.train.trainer(READER)
         return await queue.load_plan(self._experiment.record.step + 1) is not None
 
+    async def _lowest_open(self, source: Experiment, now: float) -> int | None:
+        """Find the lowest id of a group that the source may still offer, now and then; else None."""
+        if self._looked_at is not None and now - self._looked_at < LOOK_SECONDS:
+            return None
+        self._looked_at = now
+        return await source.train.trainer(READER).lowest_open()
+
     def _source(self) -> Experiment:
         found = self._find_source()
         if found is None:
@@ -110,8 +120,12 @@ class SubscribedFeeder(Feeder):
         if room == 0:
             return BLOCKED_SECONDS
         sharing, after = source.train.sharing, await self._admission.taken_through()
+        # Read before what is on offer: a group of the source that is over by now was offered before, if it ever is.
+        lowest = await self._lowest_open(source, now)
         read = await sharing.read(after, min(room, BATCH))
         if read.reached <= after:
+            if lowest is not None:
+                await self._admission.come_from(lowest)
             if is_over and ledger.outstanding < groups_per_step:
                 self._over_since = now if self._over_since is None else self._over_since
                 # An end stops the trainer before its next step: one that is planned is trained first.

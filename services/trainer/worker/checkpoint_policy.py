@@ -330,8 +330,7 @@ class CheckpointPolicy:
         What that was is asked some steps before: a server that came back from its log has lost fewer.
         """
         progress = self.progress
-        # Groups of another experiment come in an order of their own.
-        if progress.trained.num_intervals <= MOST_INTERVALS or self._learner.spec.data.subscribes_to is not None:
+        if progress.trained.num_intervals <= MOST_INTERVALS:
             return
         if self._seen_open is not None:
             step, below = self._seen_open
@@ -341,7 +340,8 @@ class CheckpointPolicy:
             if progress.closed is not None:
                 self._writer.close(progress.closed.below)
         with contextlib.suppress(Unavailable):
-            self._seen_open = progress.step, await self._queue.lowest_open()
+            are_taken = self._learner.spec.data.subscribes_to is not None
+            self._seen_open = progress.step, await self._queue.lowest_open(are_taken=are_taken)
 
     async def _is_copied(self) -> bool:
         """Copy the state, to be written beside the next steps; False where memory is too short for that."""

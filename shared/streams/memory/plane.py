@@ -112,6 +112,10 @@ class MemoryAdmission:
         """See ``Admission.begin_taking``."""
         self._store.taken_through = max(self._store.taken_through, after)
 
+    async def come_from(self, group_id: int) -> None:
+        """See ``Admission.come_from``."""
+        self._store.lowest_to_come = max(self._store.lowest_to_come, group_id)
+
     async def next_group_id(self) -> int:
         """See ``Admission.next_group_id``."""
         return self._store.next_group_id

@@ -145,6 +145,7 @@ class MemoryStore:
     last_shared: int = 0
     subscribers: dict[str, int] = field(default_factory=dict)
     taken_through: int = 0
+    lowest_to_come: int = 0
 
     followers: list[Callable[[int], None]] = field(default_factory=list)
     """Called when a group has ended."""
@@ -197,7 +198,7 @@ class MemoryStore:
         self.trainer_incarnation, self.trainer_owner = 0, None
         self.shared.clear()
         self.subscribers.clear()
-        self.last_shared, self.taken_through = 0, 0
+        self.last_shared, self.taken_through, self.lowest_to_come = 0, 0, 0
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Change a counter."""

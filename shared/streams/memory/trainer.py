@@ -134,10 +134,11 @@ class MemoryTrainerQueue:
         planned = self._store.counters.get("planned", 0)
         return Retained(self._stream.size_bytes(), self._store.stream_bytes, len(self._stream.entries), planned)
 
-    async def lowest_open(self) -> int:
+    async def lowest_open(self, *, are_taken: bool = False) -> int:
         """See ``TrainerQueue.lowest_open``."""
-        planned = [group_id for plan in self._store.plans.values() for group_id in plan.group_ids]
-        return min([self._store.next_group_id, *self._store.outstanding, *planned])
+        store = self._store
+        planned = [group_id for plan in store.plans.values() for group_id in plan.group_ids]
+        return min([store.lowest_to_come if are_taken else store.next_group_id, *store.outstanding, *planned])
 
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""

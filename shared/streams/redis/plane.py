@@ -115,6 +115,10 @@ class RedisAdmission:
         """See ``Admission.begin_taking``."""
         _in_life(await self._runner.run("begin_taking", [self._keys.state], [after, life]))
 
+    async def come_from(self, group_id: int) -> None:
+        """See ``Admission.come_from``."""
+        await self._runner.run("come_from", [self._keys.state], [group_id])
+
     async def next_group_id(self) -> int:
         """See ``Admission.next_group_id``."""
         return int(await self._state("next_group_id") or 0)

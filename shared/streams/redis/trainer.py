@@ -110,9 +110,10 @@ class RedisTrainerQueue:
         size_bytes, bound_bytes, entries, planned = await self._runner.run("retained", keys)
         return Retained(size_bytes, None if bound_bytes < 0 else bound_bytes, entries, planned)
 
-    async def lowest_open(self) -> int:
+    async def lowest_open(self, *, are_taken: bool = False) -> int:
         """See ``TrainerQueue.lowest_open``."""
-        return int(await self._runner.run("lowest_open", [self._keys.outstanding, self._keys.state, self._keys.plans]))
+        keys = [self._keys.outstanding, self._keys.state, self._keys.plans]
+        return int(await self._runner.run("lowest_open", keys, ["lowest_to_come" if are_taken else "next_group_id"]))
 
     async def resolve_already_trained(self, claim: Claim) -> bool:
         """See ``TrainerQueue.resolve_already_trained``."""

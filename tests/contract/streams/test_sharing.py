@@ -195,3 +195,23 @@ async def test_it_goes_with_the_experiment(pair: Pair) -> None:
 
     assert await pair.source.sharing.subscribers() == {}
     assert await claim_ids((await a_trainer(pair.taker)).hop) == []
+
+
+async def test_what_may_still_come_of_the_source_is_known_to_the_trainer_that_takes(pair: Pair) -> None:
+    trainer = await a_trainer(pair.taker)
+    await pair.source.sharing.subscribe("taker")
+    await scored(pair.source, 4)
+    await pair.taker.admission.begin_at(9)  # ids of its own say nothing of those that it takes
+    assert await trainer.lowest_open(are_taken=True) == 0
+
+    await pair.take(count=2)
+    await pair.taker.admission.come_from(4)
+    await pair.taker.admission.come_from(3)
+    assert await trainer.lowest_open(are_taken=True) == 0
+    claims = await trainer.hop.claim(2, wait_seconds=0)
+    assert await trainer.plan(1, claims[:1], version=0)
+    await trainer.commit([1])
+    assert await trainer.lowest_open(are_taken=True) == 1
+    assert await trainer.hop.resolve(claims[1], Resolution.FILTERED, "too_long")
+
+    assert await trainer.lowest_open(are_taken=True) == 4

@@ -8,6 +8,7 @@ import pytest
 
 from flotilla.services.gateway.feeder.opening import open_subscribed, unsubscribe
 from flotilla.services.gateway.feeder.status import FeederStatus
+from flotilla.services.gateway.feeder.subscribed import LOOK_SECONDS
 from flotilla.services.gateway.lifecycle import unusable
 from flotilla.services.gateway.lifecycle.drain_outstanding import drain_outstanding
 from flotilla.services.gateway.lifecycle.states import Action
@@ -25,6 +26,7 @@ from flotilla.shared.schemas.experiment import ExperimentState
 from flotilla.shared.schemas.service import ObservedState, ServiceKind, WorkState
 from flotilla.shared.schemas.task import Lane
 from flotilla.shared.streams.hop import HopName, Resolution
+from flotilla.shared.streams.plans import TrainerQueue
 from flotilla.shared.testing.builders import a_group, a_task, graded
 from tests.unit.gateway.builders import MemoryPlanes, a_gateway, a_spec, add_experiment, add_service, say, spec_document
 
@@ -93,6 +95,13 @@ class Rig:
         return ledger.issued, ledger.outstanding
 
 
+async def drain(queue: TrainerQueue) -> None:
+    """End all that a trainer finds."""
+    await queue.take_over()
+    for claim in await queue.hop.claim(9, wait_seconds=0):
+        await queue.hop.resolve(claim, Resolution.FILTERED, "too_long")
+
+
 async def a_rig(**changes: Any) -> Rig:
     planes, clock = MemoryPlanes(), ManualClock()
     gateway = a_gateway(planes=planes, clock=clock)
@@ -122,6 +131,27 @@ async def test_it_takes_what_is_scored_once_it_has_subscribed() -> None:
 
     assert await rig.counts() == (3, 3)
     assert await rig.source.train.sharing.subscribers() == {"taker-1": 3}
+
+
+async def test_it_notes_what_may_still_come_once_it_has_taken_all_that_was_offered() -> None:
+    rig = await a_rig()
+    await rig.feeder.feed()
+    await rig.score(3)
+    queue = rig.source.train.trainer("trainer")
+    await queue.take_over()
+    claims = await queue.hop.claim(3, wait_seconds=0)
+    assert await queue.plan(1, claims[:2], version=0)
+    await queue.commit([1])
+    takers = rig.taker.train.trainer("taker")
+
+    rig.clock.advance(LOOK_SECONDS)
+    await rig.feeder.feed()  # takes them
+    assert await takers.lowest_open(are_taken=True) == 0
+    await drain(takers)
+    rig.clock.advance(LOOK_SECONDS)
+    await rig.feeder.feed()
+
+    assert await takers.lowest_open(are_taken=True) == 2, "the source has not trained that one"
 
 
 async def test_it_subscribes_before_it_runs_and_takes_when_it_does() -> None:

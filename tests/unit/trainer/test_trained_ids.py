@@ -26,7 +26,7 @@ class Run:
     def __init__(self, source: str | None = None) -> None:
         self.progress = Progress.start()
         self.exactly = set[int]()
-        self.is_absent = False
+        self.is_absent, self.noted = False, 0
         self.closed: list[int] = []
         self._random, self._next, self._open = random.Random(1), 0, list[int]()
         learner = SimpleNamespace(
@@ -37,11 +37,12 @@ class Run:
         writer = CheckpointWriter(cast(Any, None), *state, *around, cast(Any, None), lambda _: None)
         self.policy = CheckpointPolicy(CheckpointConfig(every_steps=EVERY_STEPS), writer, *state, cast(Any, self))
 
-    async def lowest_open(self) -> int:
+    async def lowest_open(self, *, are_taken: bool = False) -> int:
         """As the queue says it."""
         if self.is_absent:
             raise Unavailable("Redis is absent")
-        return self._open[0] if self._open else self._next
+        lowest = self._open[0] if self._open else self._next
+        return min(lowest, self.noted) if are_taken else lowest
 
     async def record(self, _: Any) -> None:
         """As the queue does."""
@@ -121,6 +122,17 @@ async def test_the_list_is_exact_where_it_is_short_or_what_may_come_is_not_known
     assert states[-1].closed is None
     assert "closed" not in states[-1].to_text(), "an earlier release reads it"
     assert set(IntervalSet.from_list(states[-1].trained)) == run.exactly
+
+
+async def test_where_groups_are_taken_what_was_noted_of_the_source_bounds_the_list() -> None:
+    run = Run("other")
+    await run.until(100)
+    run.noted = 5_000
+
+    await run.until(400)
+
+    assert run.progress.closed is not None and run.progress.closed.below == 5_000
+    assert run.exactly <= set(run.progress.trained)
 
 
 async def test_a_trainer_that_goes_on_knows_what_was_closed_and_closes_more() -> None:

@@ -1,7 +1,9 @@
--- Find the lowest id of a group that may still be trained: one that is outstanding or planned, or the next to be issued.
--- KEYS: outstanding, state, plans. Returns the id.
+-- Find the lowest id of a group that may still be trained: one that is outstanding or planned, or the next to come.
+-- KEYS: outstanding, state, plans. ARGV: 'next_group_id' where groups are issued here, 'lowest_to_come' where those of
+-- another experiment are taken. Returns the id.
 local outstanding, state, plans = unpack(KEYS)
-local lowest = tonumber(redis.call('HGET', state, 'next_group_id') or '0')
+local field = unpack(ARGV)
+local lowest = tonumber(redis.call('HGET', state, field) or '0')
 for _, group in ipairs(redis.call('ZRANGEBYSCORE', outstanding, '-inf', '+inf')) do
   lowest = math.min(lowest, tonumber(group))
 end

@@ -66,14 +66,23 @@ class Admission(Protocol):
         """
         ...
 
-    async def take(self, read: SharedRead, *, limit: int) -> Taken:
+    async def life(self) -> str:
+        """Name the life of the server that has this experiment; see ``Sharing.life``."""
+        ...
+
+    async def take(self, read: SharedRead, *, limit: int, life: str = "") -> Taken:
         """Append groups that another experiment offers to the scored stream, under their ids, in one atomic step.
 
         As many as are admitted while fewer than ``limit`` are outstanding. Those that were taken before are left out,
         so that it may be repeated; numbers that are missing count as issued and dropped, ``trimmed``.
 
+        Args:
+            read: from the other experiment.
+            limit: of what is outstanding.
+            life: of the server, from before they were read; "": in any.
+
         Raises:
-            Unavailable: also where the life of the server in which they were read is over.
+            Unavailable: also where that life is over.
         """
         ...
 
@@ -85,7 +94,7 @@ class Admission(Protocol):
         """Take, and miss, no group up to a number; without effect once a higher one was taken.
 
         Raises:
-            Unavailable: also where the life of the server in which the number was read is over.
+            Unavailable: also where the life of the server, from before the number was read, is over.
         """
         ...
 

@@ -37,7 +37,7 @@ class SharedRead:
     Attributes:
         groups: the first of them, in order.
         reached: the highest number covered: one up to it, and in no group, was trimmed.
-        life: of the server, in which it was read; see ``Sharing.life``.
+        life: of the server that has the offer, from before it was read; see ``Sharing.life``.
     """
 
     groups: tuple[SharedGroup, ...]
@@ -71,10 +71,10 @@ class Sharing(Protocol):
         ...
 
     async def life(self) -> str:
-        """Name the server's life, which ends with it: the next may begin at an earlier state.
+        """Name the life of the server that has the offer, which ends with it: the next may begin at an earlier state.
 
-        Numbers are given again then, to other groups. So what was read in one life has an effect in that alone. ""
-        where the server does not name it.
+        Numbers are given again then, to other groups. So what was read in one life has an effect in that alone. Two
+        experiments may be on two servers of a cluster, with a life each. "" where a server does not name it.
         """
         ...
 

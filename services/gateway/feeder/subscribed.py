@@ -71,9 +71,9 @@ class SubscribedFeeder(Feeder):
         now = self._clock.monotonic()
         if self._subscribed_at is None or now - self._subscribed_at > SUBSCRIBE_SECONDS:
             sharing, admission = self._source().train.sharing, self._admission
-            life = await sharing.life()
-            await admission.begin_taking(await sharing.subscribe(self._experiment.id), life)
-            await sharing.confirm(self._experiment.id, await admission.taken_through(), life)
+            ours, theirs = await admission.life(), await sharing.life()
+            await admission.begin_taking(await sharing.subscribe(self._experiment.id), ours)
+            await sharing.confirm(self._experiment.id, await admission.taken_through(), theirs)
             self._subscribed_at = now
         return await super().feed()
 
@@ -119,6 +119,7 @@ class SubscribedFeeder(Feeder):
         room = admitted(ledger, budget=spec.admission_budget, steps=steps, groups_per_step=groups_per_step)
         if room == 0:
             return BLOCKED_SECONDS
+        life = await self._admission.life()
         sharing, after = source.train.sharing, await self._admission.taken_through()
         # Read before what is on offer: a group of the source that is over by now was offered before, if it ever is.
         lowest = await self._lowest_open(source, now)
@@ -133,7 +134,8 @@ class SubscribedFeeder(Feeder):
                     await self._on_end(source)
             return BLOCKED_SECONDS
         self._over_since = None
-        taken = await self._admission.take(read, limit=max(spec.admission_budget, ledger.outstanding + room))
+        limit = max(spec.admission_budget, ledger.outstanding + room)
+        taken = await self._admission.take(read, limit=limit, life=life)
         await sharing.confirm(self._experiment.id, taken.through, read.life)
         if (missed := taken.through - after - taken.count) > 0:
             facts = {"experiment_id": self._experiment.id, "source": source.id, "count": missed}

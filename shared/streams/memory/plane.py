@@ -78,7 +78,11 @@ class MemoryAdmission:
         outcome = IssueOutcome.ISSUED if len(admitted) == len(tasks) else IssueOutcome.BUDGET_FULL
         return IssueResult(outcome, len(admitted), store.next_group_id)
 
-    async def take(self, read: SharedRead, *, limit: int) -> Taken:
+    async def life(self) -> str:
+        """See ``Admission.life``: here it never ends."""
+        return ""
+
+    async def take(self, read: SharedRead, *, limit: int, life: str = "") -> Taken:
         """See ``Admission.take``."""
         store = self._store
         if any(map(store.is_full, HopName)):

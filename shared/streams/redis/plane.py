@@ -91,7 +91,11 @@ class RedisAdmission:
             outcome = IssueOutcome.STREAM_FULL if is_full else IssueOutcome.BUDGET_FULL
         return IssueResult(outcome, count, next_id)
 
-    async def take(self, read: SharedRead, *, limit: int) -> Taken:
+    async def life(self) -> str:
+        """See ``Admission.life``."""
+        return await _life(self._runner, self._keys.state)
+
+    async def take(self, read: SharedRead, *, limit: int, life: str = "") -> Taken:
         """See ``Admission.take``."""
         keys = self._keys
         entries: list[Argument] = []
@@ -103,7 +107,7 @@ class RedisAdmission:
         names += map(keys.stream, HopName)
         counters = " ".join(token_counters(HopName.SCORED))
         missing = counter_of(Resolution.DROPPED, TRIMMED)
-        arguments: list[Argument] = [read.reached, limit, counters, missing, read.life, *entries]
+        arguments: list[Argument] = [read.reached, limit, counters, missing, life, *entries]
         count, through, is_full = _in_life(await self._runner.run("take", names, arguments))
         return Taken(count, through, bool(is_full))
 
@@ -196,8 +200,7 @@ class RedisSharing:
 
     async def life(self) -> str:
         """See ``Sharing.life``."""
-        _, life = await self._runner.run("last_shared", [self._keys.shared])
-        return str(life.decode())
+        return await _life(self._runner, self._keys.shared)
 
     async def confirm(self, name: str, number: int, life: str = "") -> None:
         """See ``Sharing.confirm``."""
@@ -216,6 +219,11 @@ class RedisSharing:
 def _shared(entry_id: bytes, fields: Mapping[bytes, bytes]) -> SharedGroup:
     number, header = int(entry_id.partition(b"-")[0]), EntryHeader.from_bytes(fields[b"header"])
     return SharedGroup(number, header, fields[b"payload"], fields[b"grades"])
+
+
+async def _life(runner: ScriptRunner, key: str) -> str:
+    life: bytes = await runner.run("life", [key])
+    return life.decode()
 
 
 def _in_life(answer: Any) -> Any:

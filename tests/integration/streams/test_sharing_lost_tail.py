@@ -32,7 +32,7 @@ async def test_what_was_read_before_is_not_taken_for_what_has_the_number_since(t
     directory = tmp_path / "redis"
     async with a_server(directory) as (server, source):
         taker = RedisDataPlane(source._runner.redis, "taker")
-        life = await source.sharing.life()
+        life = await taker.admission.life()
         subscribed = await source.sharing.subscribe("taker")
         await taker.admission.begin_taking(subscribed, life)
         await issue(source, 2)
@@ -40,7 +40,7 @@ async def test_what_was_read_before_is_not_taken_for_what_has_the_number_since(t
         await score(source, 1)
         read = await source.sharing.read(0, 10)
         assert [(each.number, each.header.group_id) for each in read.groups] == [(1, 1)]
-        taken = await taker.admission.take(read, limit=100) if when == "taken" else None
+        taken = await taker.admission.take(read, limit=100, life=life) if when == "taken" else None
         server.kill()
         lose_the_end_of_the_log(directory, await written(directory) - size)
         server.start()
@@ -48,15 +48,17 @@ async def test_what_was_read_before_is_not_taken_for_what_has_the_number_since(t
         # The calls that were on their way reach the server that has forgotten what they were made of.
         with pytest.raises(Unavailable, match="restarted"):
             if taken is None:
-                await taker.admission.take(read, limit=100)
+                await taker.admission.take(read, limit=100, life=life)
             else:
                 await source.sharing.confirm("taker", taken.through, read.life)
         with pytest.raises(Unavailable, match="restarted"):
             await taker.admission.begin_taking(1, life)
         await score(source, 0, 1)
 
+        with pytest.raises(Unavailable, match="restarted"):
+            await source.sharing.confirm("taker", 1, "another life")
         again = await source.sharing.read(await taker.admission.taken_through(), 10)
-        taken = await taker.admission.take(again, limit=100)
+        taken = await taker.admission.take(again, limit=100, life=await taker.admission.life())
         await source.sharing.confirm("taker", taken.through, again.life)
         assert (taken.count, taken.through) == (2, 2)
         ledger = await ledger_of(taker)

@@ -1,4 +1,4 @@
--- Let taking begin behind a number. KEYS: state. ARGV: the number, the life in which it was read.
+-- Let taking begin behind a number. KEYS: state. ARGV: the number, the life of this server, from before it was read.
 -- Returns 1, or 0 if more was taken; 'restarted' if the life is over.
 local state = unpack(KEYS)
 local number, life = unpack(ARGV)

@@ -1,7 +1,8 @@
 -- Take groups that another experiment offers, against the budget; those that were taken before are left out.
 -- KEYS: scored stream, ledger, outstanding, state, what was handed over with tasks, streams in order
 -- ARGV: number that the offer reaches, limit, counters of the tokens that have come so far, counter of what is missing,
---   the life in which the offer was read, then of each group (number, id, header, payload, version, grades, tokens)
+--   the life of this server, from before the offer was read, then of each group (number, id, header, payload, version,
+--   grades, tokens)
 -- Returns {number taken, number up to which everything was taken or missed, 1 if a stream is full}; 'restarted' if the
 -- life is over: what is offered under these numbers since may be other groups.
 local destination, ledger, outstanding, state, handed_over = unpack(KEYS, 1, 5)

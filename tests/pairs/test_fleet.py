@@ -221,8 +221,9 @@ async def test_every_task_is_accounted_for_whatever_happens_to_the_fleet(row: Ro
         ledgers = await fleet.ledgers()
         metrics = (await client.call("GET", f"{fleet.path}/metrics", params={"limit": 1000}))["items"]
         if subscriber is not None:
-            await wait_for(client, subscriber[0], "completed")
+            its_view = await wait_for(client, subscriber[0], "completed", "stopped", "failed")
             of_subscriber = (await client.call("GET", f"{subscriber[0]}/ledger"))["train"]
+            assert its_view["state"] == "completed", (of_subscriber, subscriber[1].trained, its_view["problem"])
             assert of_subscriber["balanced"] and of_subscriber["trained"] == STEPS * GROUPS
             theirs = [group for step in subscriber[1].trained for group in step]
             assert len(theirs) == len(set(theirs)) == STEPS * GROUPS

@@ -179,13 +179,19 @@ def test_quantiles_and_ratios_are_of_what_was_measured() -> None:
 
 
 def test_what_a_fleet_shall_keep_is_judged_by_what_was_measured() -> None:
-    def kept(starts: dict[int, float], **cpu: float) -> list[bool | None]:
-        results = [{"services": int(name[1:]), "publication_cpu_seconds": each} for name, each in cpu.items()]
+    def kept(starts: dict[int, float], lost: int = 0, **cpu: float) -> list[bool | None]:
+        results: list[dict[str, Any]] = [
+            {"services": int(name[1:]), "publication_cpu_seconds": each, "lost_leases": 0} for name, each in cpu.items()
+        ]
+        results[-1]["lost_leases"] = lost
         return [line.is_kept for line in lines_of(results, starts)]
 
     starts = {1: 1.2, 4000: 1.5}
     assert kept(starts, s10=0.03, s100=0.1, s202=0.2, s1000=1.0) == [True, True, True]
     assert kept({1: 1.2, 4000: 2.5}, s100=0.1, s202=1.2, s1000=6.0) == [False, False, False]
+    # A group that was formed again costs more.
+    assert kept(starts, lost=9, s100=0.1, s202=0.2, s1000=2.0) == [True, None, True]
+    assert kept(starts, s100=0.1, s202=0.2, s1000=2.0) == [True, False, True]
     # Of more members than those that are bounded a smaller cost says enough, and a larger one nothing.
     assert kept(starts, s10=0.03, s100=0.1, s1000=0.9)[0] is True
     assert kept(starts, s10=0.03, s100=0.1, s1000=1.1)[0] is None

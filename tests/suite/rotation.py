@@ -52,7 +52,7 @@ SECONDS: Mapping[str, int] = {
     "tests/faults/test_injected.py": 92,
     "tests/pairs/test_training.py": 179,
     "tests/faults/test_lending.py": 228,
-    "tests/integration/gateway/test_lending.py": 62,
+    "tests/integration/gateway/test_lending.py": 75,
 }
 """Seconds of the long tests of each file in the rotation: kills of ranks and hosts, agents, whole fleets."""
 NUM_SLOTS = 5

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from flotilla.shared.schemas.sandbox import RunStatus
-from flotilla.shared.telemetry.prometheus import gauge
 
 
 class SandboxMetrics:
@@ -47,20 +46,8 @@ class SandboxMetrics:
             "cells": float(sum(self._cells.values())),
         }
 
-    def families(
-        self,
-        level: str,
-        *,
-        num_running: int,
-        num_waiting: int,
-        num_out_of_use: int,
-        num_spoiled: int,
-        num_backing_off: int,
-        num_servers_lost: int,
-        num_servers_ended: int,
-        num_sessions: int,
-    ) -> Iterator[Metric]:
-        """Make the metrics."""
+    def families(self) -> Iterator[Metric]:
+        """Make the metrics of what was counted here."""
         runs = CounterMetricFamily(
             "flotilla_sandbox_runs", "Programs that had their turn", labels=("language", "status")
         )
@@ -77,27 +64,3 @@ class SandboxMetrics:
             ended.add_metric((cause,), number)
         yield from (runs, refused, cells, ended)
         yield CounterMetricFamily("flotilla_sandbox_run_seconds", "Time that programs ran", value=self._run_seconds)
-        yield CounterMetricFamily(
-            "flotilla_sandbox_slots_spoiled", "Times that something was left behind in a slot", value=num_spoiled
-        )
-        yield CounterMetricFamily(
-            "flotilla_sandbox_fork_servers_lost", "Fork servers that ended by themselves", value=num_servers_lost
-        )
-        yield CounterMetricFamily(
-            "flotilla_sandbox_fork_servers_ended",
-            "Fork servers that were replaced because of what they ran",
-            value=num_servers_ended,
-        )
-        for name, meaning, value in (
-            ("sandbox_slots_out_of_use", "Slots whose last program could not be ended", num_out_of_use),
-            ("sandbox_slots_backing_off", "Slots whose fork server is started again after a pause", num_backing_off),
-            ("sandbox_running", "Programs that run", num_running),
-            ("sandbox_waiting", "Programs that wait for their turn", num_waiting),
-            ("sandbox_sessions", "Sessions that live", num_sessions),
-        ):
-            family = gauge(name, meaning)
-            family.add_metric((), value)
-            yield family
-        isolation = gauge("sandbox_isolation", "1 for the isolation, or the provider, that programs run under", "level")
-        isolation.add_metric((level,), 1)
-        yield isolation

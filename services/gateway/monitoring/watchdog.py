@@ -44,10 +44,50 @@ def pauses(chance: random.Random) -> Iterator[float]:
         yield chance.uniform(0.5, 1.5) * POLL_SECONDS
 
 
+class Stall:
+    """Names and clears the problem of one experiment; a problem of the scheduler's stays as it is."""
+
+    def __init__(self, experiment: Experiment, repository: ExperimentRepository, events: EventLog) -> None:
+        self._experiment = experiment
+        self._repository = repository
+        self._events = events
+
+    async def name(self, component: str, cause: str) -> None:
+        """Record what holds the experiment up."""
+        known = self._experiment.record.problem
+        if known is not None and known["component"] == SCHEDULER:
+            return
+        is_new = known is None or known["component"] != component
+        async with self._repository.transaction() as change:
+            if self._has_changed(known):
+                return
+            if self._repository.stage_problem(change, self._experiment, component, cause) and is_new:
+                self._events.stage(change, self._experiment.id, "stalled", component=component, cause=cause)
+
+    async def clear(self) -> None:
+        """Record that there is progress again."""
+        known = self._experiment.record.problem
+        if known is not None and known["component"] != SCHEDULER:
+            async with self._repository.transaction() as change:
+                if self._has_changed(known):
+                    return
+                self._repository.stage(change, self._experiment, problem=None)
+                self._events.stage(change, self._experiment.id, "progress_resumed", component=known["component"])
+
+    async def note_lost_writes(self, issued_before: int, issued: int) -> None:
+        """Record that the data plane is back in an earlier state."""
+        await self._events.append(self._experiment.id, "redis_went_back", issued_before=issued_before, issued=issued)
+
+    def _has_changed(self, known: Mapping[str, Any] | None) -> bool:
+        """Whether another task named a problem, or ended the experiment with one, while this waited for its turn."""
+        return not self._experiment.is_active or self._experiment.record.problem != known
+
+
 class Watchdog:
     """Watches one experiment while it starts or runs.
 
     Args:
+        stall: records what is found.
         measured: what the looks are kept in, and when agents asked for episodes.
         why_blocked: returns what takes nothing more and why, or None: that is named at once.
         stall_seconds: time without progress that makes a stall.
@@ -56,10 +96,9 @@ class Watchdog:
     def __init__(
         self,
         experiment: Experiment,
-        repository: ExperimentRepository,
+        stall: Stall,
         registry: Registry,
         publications: Publications,
-        events: EventLog,
         clock: Clock,
         *,
         measured: Measurements,
@@ -67,10 +106,9 @@ class Watchdog:
         stall_seconds: float,
     ) -> None:
         self._experiment = experiment
-        self._repository = repository
+        self._stall = stall
         self._registry = registry
         self._publications = publications
-        self._events = events
         self._clock = clock
         self._measured = measured
         self._why_blocked = why_blocked
@@ -118,14 +156,14 @@ class Watchdog:
             # What waits for it has its whole time again afterwards.
             self._progress_at = now
         if blocked is not None and (blocked.component == REDIS or not is_paused):
-            await self._name(blocked.component, blocked.cause)
+            await self._stall.name(blocked.component, blocked.cause)
             return
         unreachable = None if is_paused else self._unreachable()
         if unreachable is not None:
-            await self._name(*unreachable)
+            await self._stall.name(*unreachable)
             return
         if now - self._progress_at < self._stall_seconds or is_paused:
-            await self._clear()
+            await self._stall.clear()
             return
         found = self._kept_devices() or diagnose(
             Situation(
@@ -145,7 +183,7 @@ class Watchdog:
                 oldest_generated_seconds=await self._oldest_generated(),
             )
         )
-        await (self._clear() if found is None else self._name(*found))
+        await (self._stall.clear() if found is None else self._stall.name(*found))
 
     def _observed(self) -> list[Observation]:
         """List what its services report, without lent rollouts: nobody waits for these."""
@@ -197,7 +235,7 @@ class Watchdog:
             before, self._issued = self._issued, ledger.issued
             if ledger.issued < before:
                 log.warning("Redis is back in an earlier state", extra={"experiment_id": experiment.id})
-                await self._events.append(experiment.id, "redis_went_back", issued_before=before, issued=ledger.issued)
+                await self._stall.note_lost_writes(before, ledger.issued)
         if experiment.state is not ExperimentState.RUNNING:
             self._measured.window.clear()
             return
@@ -206,31 +244,6 @@ class Watchdog:
         oldest = {} if ledger is None else await self._oldest()
         look = Look(ledger, redis_seconds, is_publishing, is_evaluating, oldest, self._agents())
         self._measured.window.add_look(now, look)
-
-    async def _name(self, component: str, cause: str) -> None:
-        known = self._experiment.record.problem
-        if known is not None and known["component"] == SCHEDULER:
-            return
-        is_new = known is None or known["component"] != component
-        async with self._repository.transaction() as change:
-            if self._has_changed(known):
-                return
-            if self._repository.stage_problem(change, self._experiment, component, cause) and is_new:
-                self._events.stage(change, self._experiment.id, "stalled", component=component, cause=cause)
-
-    async def _clear(self) -> None:
-        known = self._experiment.record.problem
-        if known is not None and known["component"] != SCHEDULER:
-            async with self._repository.transaction() as change:
-                if self._has_changed(known):
-                    return
-                self._repository.stage(change, self._experiment, problem=None)
-                facts = {"component": known["component"]}
-                self._events.stage(change, self._experiment.id, "progress_resumed", **facts)
-
-    def _has_changed(self, known: Mapping[str, Any] | None) -> bool:
-        """Whether somebody else named a problem, or ended the experiment with one, while this waited for its turn."""
-        return not self._experiment.is_active or self._experiment.record.problem != known
 
     async def _oldest(self) -> dict[HopName, float]:
         try:

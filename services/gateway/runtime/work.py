@@ -13,7 +13,7 @@ from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.gateway.feeder.opening import RowSources, open_feeder, open_subscribed, unsubscribe
 from flotilla.services.gateway.lifecycle.rules import Rules
 from flotilla.services.gateway.monitoring.health.monitor import HealthMonitor
-from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.monitoring.watchdog import Stall, Watchdog
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.runtime import rows
 from flotilla.services.gateway.runtime.orphaned_claims import OrphanedClaims
@@ -59,10 +59,9 @@ class ExperimentWork:
         feeder_status = parts.feeder_status.of(experiment)
         watchdog = Watchdog(
             experiment,
-            parts.repository,
+            Stall(experiment, parts.repository, parts.events),
             parts.registry,
             parts.publications,
-            parts.events,
             parts.clock,
             measured=parts.measurements.of(experiment),
             why_blocked=feeder_status.why_blocked,

@@ -1,10 +1,12 @@
 """Whether the service lives, works, and how well it isolates."""
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
+from prometheus_client.core import CounterMetricFamily, Metric
 from pydantic import BaseModel
 
 from flotilla.services.sandbox.pool import SlotPool
@@ -12,7 +14,7 @@ from flotilla.services.sandbox.routes.dependencies import Sandbox
 from flotilla.services.sandbox.state import SandboxState
 from flotilla.shared.errors import Unavailable
 from flotilla.shared.schemas.sandbox import SandboxHealth
-from flotilla.shared.telemetry.prometheus import response_of
+from flotilla.shared.telemetry.prometheus import gauge, response_of
 
 router = APIRouter(tags=["health"])
 
@@ -80,15 +82,30 @@ def _slots(sandbox: SandboxState, pool: SlotPool) -> Slots:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(sandbox: Sandbox) -> Response:
     """Return the counters in Prometheus' text format."""
-    families = sandbox.metrics.families(
-        sandbox.runner.level or sandbox.runner.provider,
-        num_running=sandbox.pool.num_running,
-        num_waiting=sandbox.pool.num_waiting,
-        num_out_of_use=sandbox.pool.num_out_of_use + sandbox.sessions.pool.num_out_of_use,
-        num_backing_off=sandbox.runner.num_backing_off((*sandbox.pool.usable, *sandbox.sessions.pool.usable)),
-        num_spoiled=sandbox.runner.num_spoiled,
-        num_servers_lost=sandbox.runner.num_servers_lost,
-        num_servers_ended=sandbox.runner.num_servers_ended,
-        num_sessions=sandbox.sessions.num_living,
-    )
-    return await response_of(chain(families, sandbox.runner.families()))
+    return await response_of(chain(sandbox.metrics.families(), _families(sandbox), sandbox.runner.families()))
+
+
+def _families(sandbox: SandboxState) -> Iterator[Metric]:
+    """Make the metrics of the slots, the fork servers and the sessions as they are now."""
+    runner, programs, sessions = sandbox.runner, sandbox.pool, sandbox.sessions
+    for name, meaning, value in (
+        ("slots_spoiled", "Times that something was left behind in a slot", runner.num_spoiled),
+        ("fork_servers_lost", "Fork servers that ended by themselves", runner.num_servers_lost),
+        ("fork_servers_ended", "Fork servers that were replaced because of what they ran", runner.num_servers_ended),
+    ):
+        yield CounterMetricFamily(f"flotilla_sandbox_{name}", meaning, value=value)
+    out_of_use = programs.num_out_of_use + sessions.pool.num_out_of_use
+    backing_off = runner.num_backing_off((*programs.usable, *sessions.pool.usable))
+    for name, meaning, value in (
+        ("sandbox_slots_out_of_use", "Slots whose last program could not be ended", out_of_use),
+        ("sandbox_slots_backing_off", "Slots whose fork server is started again after a pause", backing_off),
+        ("sandbox_running", "Programs that run", programs.num_running),
+        ("sandbox_waiting", "Programs that wait for their turn", programs.num_waiting),
+        ("sandbox_sessions", "Sessions that live", sessions.num_living),
+    ):
+        family = gauge(name, meaning)
+        family.add_metric((), value)
+        yield family
+    isolation = gauge("sandbox_isolation", "1 for the isolation, or the provider, that programs run under", "level")
+    isolation.add_metric((runner.level or runner.provider,), 1)
+    yield isolation

@@ -20,7 +20,7 @@ from flotilla.services.gateway.app import create_app
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.evaluation.evaluator import Evaluator
 from flotilla.services.gateway.lifecycle.origins import remove_unfinished
-from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.monitoring.watchdog import Stall, Watchdog
 from flotilla.services.gateway.publications.negotiation import Opened
 from flotilla.services.gateway.records.repository import Experiment
 from flotilla.services.gateway.runtime.work import ExperimentWork
@@ -326,7 +326,8 @@ async def stopping(world: World) -> None:
 async def look_twice(world: World) -> None:
     gateway, experiment = world.gateway, world.experiment
     measured = gateway.measurements.of(experiment)
-    parts = (gateway.repository, gateway.registry, gateway.publications, gateway.events, world.clock)
+    stall = Stall(experiment, gateway.repository, gateway.events)
+    parts = (stall, gateway.registry, gateway.publications, world.clock)
     watchdog = Watchdog(experiment, *parts, measured=measured, why_blocked=lambda: None, stall_seconds=30.0)
     await watchdog.look()
     world.clock.advance(31.0)

@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.services.gateway.datasets.dataset import Dataset
 from flotilla.services.gateway.feeder.status import FullStream
-from flotilla.services.gateway.monitoring.watchdog import POLL_SECONDS, Watchdog, pauses
+from flotilla.services.gateway.monitoring.watchdog import POLL_SECONDS, Stall, Watchdog, pauses
 from flotilla.services.gateway.state import GatewayState
 from flotilla.shared.clock import ManualClock
 from flotilla.shared.schemas.service import GRADER, JUDGE, SANDBOX, TEACHER, Failure, ServiceKind
@@ -18,10 +18,9 @@ def a_watchdog(gateway: GatewayState, clock: ManualClock) -> Watchdog:
     experiment = gateway.repository.get("tiny-1")
     return Watchdog(
         experiment,
-        gateway.repository,
+        Stall(experiment, gateway.repository, gateway.events),
         gateway.registry,
         gateway.publications,
-        gateway.events,
         clock,
         measured=gateway.measurements.of(experiment),
         why_blocked=gateway.feeder_status.of(experiment).why_blocked,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flotilla.services.gateway.lifecycle.states import Action
-from flotilla.services.gateway.monitoring.watchdog import Watchdog
+from flotilla.services.gateway.monitoring.watchdog import Stall
 from flotilla.services.gateway.preflight import checks
 from flotilla.services.gateway.publications.negotiation import Opened
 from flotilla.services.gateway.publications.takeovers import Takeovers
@@ -70,30 +70,16 @@ async def test_a_phase_that_ends_while_its_lateness_waits_is_not_late() -> None:
     assert (publication.phase, publication.epoch) == (PublicationPhase.TRANSFERRING, 1)
 
 
-def a_watchdog(gateway: GatewayState, experiment: Experiment) -> Watchdog:
-    return Watchdog(
-        experiment,
-        gateway.repository,
-        gateway.registry,
-        gateway.publications,
-        gateway.events,
-        gateway.clock,
-        measured=gateway.measurements.of(experiment),
-        why_blocked=gateway.feeder_status.of(experiment).why_blocked,
-        stall_seconds=30.0,
-    )
-
-
 @pytest.mark.parametrize("known", [None, KNOWN], ids=["a stall is named", "a stall is over"])
 async def test_a_failure_keeps_its_cause_whatever_the_watchdog_has_seen(known: dict[str, str] | None) -> None:
     gateway = a_gateway(clock=ManualClock())
     experiment = await add_experiment(gateway, problem=known)
-    watchdog = a_watchdog(gateway, experiment)
+    stall = Stall(experiment, gateway.repository, gateway.events)
 
     await in_turn(
         gateway,
         lambda: gateway.commands.fail(experiment, "trainer", "out of memory"),
-        watchdog._clear if known else lambda: watchdog._name("reward", "2 generated groups wait"),
+        stall.clear if known else lambda: stall.name("reward", "2 generated groups wait"),
     )
 
     assert experiment.state is ExperimentState.FAILED

@@ -29,7 +29,7 @@ def create_app(
     Args:
         settings, address: of the service.
         open_state: opens what it works with.
-        credentials: say who may pull weights.
+        credentials: accepted tokens for pulling weights.
         workers: of several services of this process; None: each starts its own.
     """
     published = PublishedImages()

@@ -23,7 +23,7 @@ from flotilla.shared.telemetry.logging import format_for
 from flotilla.shared.weights.image.files import shared_memory_identity
 
 POLL_SECONDS = 5.0
-"""Shorter than others': the steps of all wait for a trainer whose host is cut off, until its silence is over."""
+"""Shorter than others': all steps wait for a trainer whose host is cut off, until this timeout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the supervisor and its worker say to each other: JSON lines on the worker's standard input and output.
+"""Messages between the supervisor and its worker: JSON lines on the worker's standard input and output.
 
 Secrets travel here and nowhere else: not in arguments, not in files, not in the environment. The end of the input
 ends the worker.
@@ -14,7 +14,7 @@ from flotilla.shared.schemas.wire import Wire
 from flotilla.shared.telemetry.logging import LogFormat
 
 EXIT_PEER_LOST = 4
-"""A worker ends with it when another rank is gone: whoever started the ranks says which."""
+"""A worker's exit code when another rank is lost: the launcher reports which."""
 
 
 class Line(Wire):
@@ -43,7 +43,7 @@ class Launch(Line):
 
 
 class Order(Line):
-    """Supervisor to worker: what to do from now on. Draining ends it; idle, too, and nobody continues after it."""
+    """Supervisor to worker: what to do from now on. Draining ends it; idle, too, and no trainer continues then."""
 
     kind: Literal["order"] = "order"
     state: Literal[WorkState.RUNNING, WorkState.PAUSED, WorkState.DRAINING, WorkState.IDLE]
@@ -86,7 +86,7 @@ class ImageReady(Line):
     version: int
     path: str
     checksum: str
-    """Of the snapshot: who pulls holds what arrives against it."""
+    """Of the snapshot: pullers compare it with what arrives."""
 
 
 class StoreOpened(Line):

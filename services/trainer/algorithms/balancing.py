@@ -1,4 +1,4 @@
-"""Who computes what: sequences over ranks, and over micro-batches under a token budget, so that nobody waits long.
+"""Load balancing: sequences over ranks, and over micro-batches under a token budget, so that no rank waits long.
 
 Finding the best split is NP-hard. Two constructions (Karmarkar-Karp differencing and longest-first) are improved by
 moving and swapping sequences out of the largest part, and the better result is taken; small cases get a few restarts
@@ -149,7 +149,7 @@ def _karmarkar_karp(costs: Sequence[float], count: int, equal_size: bool) -> Par
     """
     order = sorted(range(len(costs)), key=lambda item: costs[item])
     if equal_size:
-        # Items of cost 0 that belong to nobody fill the last state up.
+        # Dummy items of cost 0 fill the last state up.
         padded = [-1] * (-len(order) % count) + order
         starts = [[[item] if item >= 0 else [] for item in padded[i : i + count]] for i in range(0, len(padded), count)]
     else:

@@ -105,7 +105,7 @@ def kept_by_veto(veto: VetoConfig, x: Tensor, sequences: PackedSequences) -> Ten
 def correct(
     config: CorrectionConfig, numerator_log_probs: Tensor, rollout_log_probs: Tensor, sequences: PackedSequences
 ) -> Correction:
-    """Weigh, reject and veto: tests are combined by AND, and each looks at what the config's ``statistics_over`` says.
+    """Weigh, reject and veto: tests are combined by AND, each over the config's ``statistics_over``.
 
     Args:
         config: the correction section.

@@ -62,7 +62,7 @@ def kl_loss(
         log_probs: [T] nats, with gradient.
         ref_log_probs: [T] nats.
         config: estimator and gradient.
-        old_log_probs: [T] nats of the policy that the tokens count as sampled from, for ``weighted_k2``; absent, the
+        old_log_probs: [T] nats of the behaviour policy, for ``weighted_k2``; absent, the
             current one.
 
     Returns:

@@ -15,7 +15,7 @@ class PackedSequences:
         index: [T] int64 in [0, count), not decreasing within a sequence's span: tokens of one sequence are contiguous.
         response_mask: [T] bool, True where the policy sampled the token.
         count: S, sequences without any token included.
-        shares: [S] float32, what each counts for in a loss, such as 1/3 where three are one episode; None: 1 each.
+        shares: [S] float32, weight of each in a loss, such as 1/3 where three are one episode; None: 1 each.
     """
 
     index: Tensor

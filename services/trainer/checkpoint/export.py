@@ -98,7 +98,7 @@ def _with_trained_config(base: Path, trained: dict[str, Any], place: Path) -> Pa
     """
     if not trained or not base.is_dir():
         return base
-    # What packs the weights is told apart.
+    # The quantisation is recorded separately.
     config = {key: value for key, value in trained.items() if key != "quantization_config"}
     try:
         link_with_config(base, json.dumps(config), place)

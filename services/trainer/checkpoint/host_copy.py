@@ -22,13 +22,13 @@ CHUNK_BYTES = 64 << 20
 
 
 class HostCopy:
-    """The files of one checkpoint, until they are on the disk or given up.
+    """The files of one checkpoint, until they are on disk or abandoned.
 
     Args:
         descriptors: of the memory of each file, by its name.
         empty: files without any tensor.
         source: the directory that tokenizer and templates are taken from.
-        learner: whose configuration is written; its tensors are not looked at again.
+        learner: whose configuration is written; its tensors are not read again.
     """
 
     def __init__(self, descriptors: dict[str, int], empty: list[str], source: Path, learner: Learner) -> None:

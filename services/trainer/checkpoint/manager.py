@@ -277,7 +277,7 @@ class CheckpointManager:
         One that is damaged is passed over, and set aside once an older one is found to be whole.
 
         Raises:
-            ModelError: model or checkpoint cannot be used; one sentence says why.
+            ModelError: model or checkpoint cannot be used, with the reason.
         """
         self._storage.sweep()
         check_device(spec.parallelism.device)

@@ -110,7 +110,7 @@ class CheckpointStorage:
                 path.rename(final)
                 log.warning("a checkpoint that was to be replaced is back", extra={"path": str(final)})
                 continue
-            # Renamed first: a trainer that was given up for dead may still be writing into it. Its next file has no
+            # Renamed first: a trainer taken for dead may still be writing into it. Its next file has no
             # place then, where half a folder that is removed beside it could become a checkpoint without its weights.
             try:
                 doomed = path.rename(self._hidden(final))

@@ -1,7 +1,7 @@
 """The trained samples of some groups, as tensors: tokens laid end to end, nothing padded.
 
 A sequence is one scored trajectory, or a part of one whose turns have prompts of their own. Its *span* are the
-positions from its first sampled token to its end: all that a loss can look at. [T] tensors hold the spans of all
+positions from its first sampled token to its end: all that a loss can use. [T] tensors hold the spans of all
 sequences one after another, [S] tensors one value per sequence.
 
 A sequence without turns is one turn. Tokens that the policy was shown belong to the turn that follows them.
@@ -53,7 +53,7 @@ class TrainingBatch:
         difficulty: [S] float32, of the tasks, from 0 to 1; None unless it weighs losses.
         illustrations: per sequence, its images, or None; None where no sequence has any.
         temperatures: per sequence, that it was sampled at where this is not the spec's, else None; None where none is.
-        experts: per sequence, those of its first tokens [N, layers, top_k] that routers are told to choose; None where
+        experts: per sequence, those of its first tokens [N, layers, top_k] that routers replay; None where
             they choose for themselves.
         data_sources: per sequence, that of its task.
     """
@@ -213,9 +213,9 @@ def make_batch(
     Args:
         groups: whole ones.
         joins_branches: whether the trajectories of one episode count as one.
-        difficulty: column of the dataset that says how hard each task is, if losses are weighed by it.
+        difficulty: column of the dataset with each task's difficulty, if losses are weighed by it.
         processor: of images; None where prompts have none.
-        replays_engine: whether routers are told to choose the experts that the engine chose; no other record is read.
+        replays_engine: whether routers replay the experts that the engine chose; no other record is read.
 
     Raises:
         ValueError: no group has a scored trajectory.
@@ -288,7 +288,7 @@ def experts_of(trajectory: Trajectory, sizes: RoutingSizes | None = None) -> Ids
 
 
 def _difficulties(groups: Sequence[Group], column: str | None) -> Tensor | None:
-    """Read how hard the task of each sequence is; None where nobody asks."""
+    """Read the difficulty of each sequence's task; None if it is not used."""
     return None if column is None else torch.tensor([_difficulty(each, column) for each in groups])
 
 
@@ -375,7 +375,7 @@ class TurnLayout:
             for at in range(len(ends)):
                 reward, state = (turns[at].reward, turns[at].state) if turns else (None, None)
                 rewards.append(reward or 0.0)
-                # Negative numbers are nobody's: states are not negative.
+                # Negative numbers are unused: states are not negative.
                 states.append(-1 - len(states) if state is None else state)
                 owner.append(sequence)
         owners = torch.tensor(owner, device=device)

@@ -55,7 +55,7 @@ def describe_groups(
 
     Returns:
         Rewards, lengths, lags and verl's counts of stale and partial trajectories. ``stale`` means that some sampled
-        token of the group or trajectory has a lag of 1 or more (verl looks at the version at the end alone);
+        token of the group or trajectory has a lag of 1 or more (verl uses only the version at the end);
         ``partial`` that its tokens have several versions, ``span`` how far those are apart. ``resumed`` tokens came
         from a rollout that left and handed them over.
     """

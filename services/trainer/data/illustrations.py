@@ -30,7 +30,7 @@ class Illustration:
     positions: npt.NDArray[np.int64]
 
     def name(self, num_tokens: int) -> bytes:
-        """What tells the images of the first tokens from others with as many tokens."""
+        """A key that distinguishes the images of the first tokens from others with as many tokens."""
         shown = [image for image, span in zip(self.images, self.spans, strict=True) if span.start < num_tokens]
         return "".join(map(digest_of, shown)).encode()
 

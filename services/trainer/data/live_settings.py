@@ -27,7 +27,7 @@ class LiveSettings:
         base: the spec without live changes.
         changes: that the gateway knew when this trainer took over.
         ask: from which version on further ones hold.
-        keep: told what is known, now and whenever there is more.
+        keep: called with what is known, now and whenever there is more.
     """
 
     def __init__(self, base: ExperimentSpec, changes: tuple[LiveChange, ...], ask: Ask, keep: Keep) -> None:
@@ -51,7 +51,7 @@ class LiveSettings:
     async def adopt(self, version: int, step: int) -> None:
         """Let what waits hold from a version on; blocks until the gateway answers, since only that makes it so.
 
-        What was trained with stays, also where the gateway's database has lost it: a checkpoint tells it again.
+        What was trained with stays, also where the gateway's database has lost it: a checkpoint restores it.
 
         Args:
             version: of which no step was begun.

@@ -56,7 +56,7 @@ class MicroBatch:
         tokens: [T'] int64, their span tokens in the batch, sequence by sequence.
         sequences: [T'] layout of those tokens, sequences numbered within the micro-batch.
         sampled: [N] int64, where in [T'] the labels of ``inputs`` stand; None if every token is one.
-        is_empty: whether it is of nobody's sequences: a pass that is made because other ranks make one.
+        is_empty: whether it has no sequences: a pass made only because other ranks make one.
     """
 
     layout: MicroLayout

@@ -47,7 +47,7 @@ parameters on an H200, where a pass of any size takes 0.1 s to be launched."""
 
 @dataclass(frozen=True)
 class MicroLayout:
-    """Which sequences stand in which row of one forward pass.
+    """Which sequences are in which row of one forward pass.
 
     Attributes:
         rows: per row, the numbers of its sequences from left to right.
@@ -312,7 +312,7 @@ class ModelInput:
         is_varlen: whether sequences begin where positions do, for attention that finds them by that in a single row;
             there is no mask then.
         images: what stands in place of some tokens; positions have three axes then, [3, rows, width].
-        experts: [rows, width, layers, top_k] int16, that the routers are told to choose, -1 for positions whose routers
+        experts: [rows, width, layers, top_k] int16, that the routers replay, -1 for positions whose routers
             choose for themselves; None where all do.
         temperatures: [N] float32, that the labels were sampled at, 0 where at the policy's own; or one for all of them;
             None: all at the policy's own.
@@ -393,7 +393,7 @@ def build_input(
         attends_apart: whether packed rows get places for a mask.
         is_varlen: whether they get neither, but are to be read as one row; no prompt is shared then.
         illustrations: per sequence of the whole batch, its images; None where no sequence has any.
-        experts: likewise, what routers are told for its first tokens [N, layers, top_k]; None: they choose themselves.
+        experts: likewise, what routers replay for its first tokens [N, layers, top_k]; None: they choose themselves.
 
     Returns:
         The input; predictors and labels run over the layout's members in order.
@@ -444,7 +444,7 @@ def beside_image(inputs: ModelInput, image: bytes) -> ModelInput:
 
 
 def _told(layout: MicroLayout, token_ids: Sequence[Sized], experts: Sequence[Ids]) -> Tensor:
-    """Put the experts of sequences where their tokens stand: [rows, W, layers, top_k] int16, -1 where none are told."""
+    """Place the experts of sequences at their tokens: [rows, W, layers, top_k] int16, -1 without a replay."""
     sizes = experts[layout.members[0]].shape[1:]
     found = np.full((layout.positions, *sizes), -1, dtype=np.int16)
     for number, places in token_places(layout, token_ids).items():

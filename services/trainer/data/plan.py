@@ -75,7 +75,7 @@ class StepPlanner:
         self._source.bound_lag(self.max_lag)
 
     def aged_from(self, version: int) -> tuple[int, Callable[[int, int], int]]:
-        """Say from which version lags count in a step that trains ``version``, and how they are counted."""
+        """Return from which version lags are counted in a step that trains ``version``, and how."""
         theirs = self._source.theirs
         return (version, self._line.lag) if theirs is None else (theirs.newest, theirs.lag)
 

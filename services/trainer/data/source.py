@@ -73,7 +73,7 @@ def requirements_of(spec: ExperimentSpec, vocabulary: int, routing: RoutingSizes
     Args:
         spec: of the experiment.
         vocabulary: token ids that the model reads.
-        routing: sizes of its routers, where they are told what to choose.
+        routing: sizes of its routers, if they replay choices.
     """
     advantage = spec.algorithm.advantage
     min_scored = min(advantage.MIN_SCORED, spec.rollout.group_size)
@@ -109,8 +109,8 @@ class ReadyGroup:
 class SourceVersions:
     """The versions of the experiment whose groups another one trains: how old their tokens are is counted in them.
 
-    They say nothing of the subscriber's own versions, whose ratios go by the recorded log-probabilities. A number that
-    the source lost with a checkpoint counts like any other, so no token is older than it is said to be.
+    They are unrelated to the subscriber's own versions, whose ratios go by the recorded log-probabilities. A number
+    that the source lost with a checkpoint counts like any other, so no token is older than it is said to be.
 
     Args:
         read: the newest that was published, or None before the first.
@@ -149,7 +149,7 @@ class GroupSource:
         trained: ids of the groups trained in this lineage; grows elsewhere.
         totals: counts what is resolved here.
         line: the versions of the lineage.
-        kept: told of groups that are not trained.
+        kept: receives groups that are not trained.
         read_theirs: reads the newest version of the experiment that samples the groups; None where it is this one, or
             one that is over.
     """
@@ -323,7 +323,7 @@ class GroupSource:
 
     async def on_durable(self, trained: IntervalSet) -> None:
         """Record which groups a durable checkpoint contains, and resolve those that appeared again meanwhile."""
-        # What is said of an older checkpoint, written beside steps that are final already, takes nothing back.
+        # A report of an older checkpoint, written beside steps that are final already, undoes nothing.
         self._durable = self._durable.union(trained)
         for step, plan in list(self._plans.items()):
             if all(group_id in self._durable for group_id in plan.group_ids):

@@ -28,7 +28,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     asyncio.run(_serve(answers))
-    # A computation that is still under way is nobody's any more.
+    # The result of a computation still under way is not needed any more.
     os._exit(0)
 
 

@@ -58,7 +58,7 @@ def reason_not_shared(spec: ExperimentSpec) -> str | None:
 
 MODULE = "flotilla.services.trainer.hosting"
 SHARED_KILL_SECONDS = 60.0
-"""How long a worker that is given up may compute on in a process that others train in."""
+"""How long an abandoned worker may keep computing in a process that others train in."""
 MOST_ALONE = 1024
 """Experiments that are remembered as those of a process that ended."""
 Hear = Callable[[FromWorker], None]
@@ -70,7 +70,7 @@ class HostedWorker:
     Args:
         host: the process.
         number: of the worker there.
-        on_message: told what it says.
+        on_message: called with its messages.
     """
 
     def __init__(self, host: "WorkerHost", number: int, on_message: Hear) -> None:
@@ -80,7 +80,7 @@ class HostedWorker:
         self._makes_last_checkpoint = False
         self._waited_at = 0.0
         self.is_given_up = False
-        """Whether nobody wants it to continue."""
+        """Whether its end is requested."""
 
     @property
     def pid(self) -> int:
@@ -99,7 +99,7 @@ class HostedWorker:
         try:
             message = FROM_WORKER.validate_json(text)
         except ValidationError:
-            log.warning("a worker says what is no message", extra={"number": self._number})
+            log.warning("a worker sent a malformed message", extra={"number": self._number})
             return
         if isinstance(message, Status) and WAITS_FOR_TURN in message.load:
             self._waited_at = time.monotonic()
@@ -111,15 +111,15 @@ class HostedWorker:
             self._ended.set_result(ending)
 
     def when_ended(self, note: Callable[[ExitStatus], None]) -> None:
-        """Tell somebody how it ended, before those who wait for it."""
+        """Register a callback for its end, called before its waiters wake."""
         self._ended.add_done_callback(lambda ended: note(ended.result()))
 
     async def ended(self) -> ExitStatus:
-        """Wait for its end, and say how it came about."""
+        """Wait for its end, and return its cause."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, wait_seconds: float) -> None:
-        """Wait for an end that was ordered; give up what does not come to it.
+        """Wait for an ordered end; abandon a worker that does not reach it.
 
         What it waits for others' steps is no part of the time for a last checkpoint, up to ``MOST_WAITED_SECONDS``.
         """
@@ -169,7 +169,7 @@ class WorkerHost:
             python_module(MODULE),
             environment=environment,
             max_line_bytes=READ_BYTES,
-            leads_session=False,  # Whoever kills the service's group ends the workers with it.
+            leads_session=False,  # A kill of the service's process group ends the workers, too.
             context=Context(),  # A line that names no experiment is not of the one that came first.
         )
         return cls(child)
@@ -191,7 +191,7 @@ class WorkerHost:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody wants one of its workers to continue."""
+        """Whether one of its workers is to continue."""
         return any(not each.is_given_up for each in self._workers.values())
 
     def begin(self, launch: Launch, on_message: Hear) -> HostedWorker:
@@ -204,7 +204,7 @@ class WorkerHost:
         return worker
 
     def send(self, number: int, text: str | None) -> None:
-        """Send a worker a line; None: nobody speaks with it any more."""
+        """Send a worker a line; None: its supervisor has closed."""
         if not self._child.stdin.is_closing():
             self._child.stdin.write(json.dumps([number, text]).encode() + b"\n")
 
@@ -215,7 +215,7 @@ class WorkerHost:
             for line in lines:
                 self._hear(line)
             if not self._workers:
-                # Its base is nobody's: the memory is free for others.
+                # Its base is unused: the memory is free for others.
                 self._child.stdin.close()
         code = await self._child.ended()
         cause = f"the training process {self._child.cause()}"

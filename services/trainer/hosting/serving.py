@@ -1,7 +1,7 @@
 """The process in which several experiments train: each as if it were a worker of its own, on bases that all have.
 
-Lines on standard input are ``[number, line]``, a worker's number and what its supervisor says to it; null instead of
-the line says that nobody does any more. Lines on standard output are ``[number, line]`` likewise, and ``[number, null,
+Lines on standard input are ``[number, line]``, a worker's number and a message of its supervisor; null instead of
+the line closes that channel. Lines on standard output are ``[number, line]`` likewise, and ``[number, null,
 exit code]`` once it has ended. An error of one ends it alone; the end of the input ends all.
 """
 
@@ -74,7 +74,7 @@ class Workers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, lines: asyncio.StreamReader) -> None:
-        """Hand on what supervisors say until none of them can say more."""
+        """Forward supervisors' messages until all channels are closed."""
         sweep_images()
         while line := await lines.readline():
             number, said = json.loads(line)
@@ -92,7 +92,7 @@ class Workers:
             return
         if orders is None:
             if number <= self._newest:
-                return  # One who is told something later is gone: it is no new one.
+                return  # A worker that receives a message late has ended: it is no new one.
             self._newest = number
             orders = self._orders[number] = asyncio.StreamReader(limit=MAX_LINE_BYTES)
             task = asyncio.create_task(self._run(number, orders), name=f"worker {number}")

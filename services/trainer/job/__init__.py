@@ -1,1 +1,1 @@
-"""The training worker as several ranks: one process that starts them, ends them together, and says which one ended."""
+"""The training worker as several ranks: one process starts them, ends them together, and reports the one that ended."""

@@ -2,7 +2,7 @@
 
 The ranks share standard input and output with this process: the leader reads the orders, and answers go to the
 supervisor directly. When a rank ends by a signal, all others are ended, on other hosts too, and the supervisor of each
-host is told which it was.
+host learns which it was.
 """
 
 import os
@@ -27,12 +27,12 @@ from flotilla.shared.children.processes import python_module
 from flotilla.shared.schemas.service import Failure
 
 END_SECONDS = 5
-"""A rank that was told to end is killed after that."""
+"""A rank that received SIGTERM is killed after that."""
 MODULE = "flotilla.services.trainer.worker"
 
 
 def run_job(node: Node, answers: IO[bytes]) -> int:
-    """Start this host's ranks, wait for their end, and say why where they have not said so; returns the exit code."""
+    """Start this host's ranks, wait for their end, report its cause unless they did; returns the exit code."""
     say = partial(_say, answers)
     try:
         rendezvous = Rendezvous(node, lambda port: say(StoreOpened(port=port)) if node.count > 1 else None)
@@ -41,7 +41,7 @@ def run_job(node: Node, answers: IO[bytes]) -> int:
         return 1
     rendezvous_handler_registry.register(BACKEND, lambda _: rendezvous)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if node.count > 1 else ("GLOO_SOCKET_IFNAME",):
-        # Ranks of one machine need nobody else to reach them.
+        # Ranks of one machine need not be reached from others.
         if (interface := interface_of(node.host)) is not None:
             os.environ.setdefault(name, interface)
     code = _run(node, rendezvous, say)
@@ -81,21 +81,21 @@ def _run(node: Node, rendezvous: Rendezvous, say: Callable[[Line], None]) -> int
                 rendezvous.tell(cause)
                 say(_failed(cause, is_passing=True))
             else:
-                # It has told its own supervisor more.
+                # It has reported more to its own supervisor.
                 rendezvous.tell(" and ".join(f"rank {rank} of {node.job_size}" for rank in sorted(codes)) + " failed")
             return 1
     return 0
 
 
 def time_to_end() -> dict[str, Any]:
-    """How long a rank that was told to end has; torch up to 2.11 cannot be told, and gives it 30 s."""
+    """Grace period of a rank that received SIGTERM; torch up to 2.11 has no option for it, and gives 30 s."""
     return (
         {"shutdown_timeout": END_SECONDS} if "shutdown_timeout" in {each.name for each in fields(LaunchConfig)} else {}
     )
 
 
 def cause_of(codes: Mapping[int, int], num_ranks: int) -> str | None:
-    """Name the ranks that signals ended; None where there is none, and a rank has told the cause itself.
+    """Name the ranks that signals ended; None where there is none, and a rank has reported the cause itself.
 
     Args:
         codes: exit codes of the ranks that ended badly; negative for a signal. SIGTERM is how others are ended.
@@ -109,7 +109,7 @@ def cause_of(codes: Mapping[int, int], num_ranks: int) -> str | None:
 
 
 def interface_of(host: str) -> str | None:
-    """Find the network interface that has an address; None where it cannot be told, and the libraries choose one."""
+    """Find the network interface that has an address; None if unknown; the libraries then choose one."""
     try:
         wanted = {found[4][0] for found in socket.getaddrinfo(host, None)}
     except OSError:

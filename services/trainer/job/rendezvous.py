@@ -1,7 +1,7 @@
 """How the agents of a training job find each other: through one store, which the first node's agent has.
 
-torch's own rendezvous would listen on every interface, wait for whoever comes, and let the others continue when one is
-lost. Here the gateway has said who takes part. An agent whose ranks end says why in the store; the others look there
+torch's own rendezvous would listen on every interface, admit any agent, and let the others continue when one is
+lost. Here the gateway has fixed the members. An agent whose ranks end stores the cause; the others read it there
 beside watching their own ranks, end them and name the same cause.
 """
 
@@ -20,7 +20,7 @@ STORE_SECONDS = 90.0
 """Within which the agents of all nodes have come."""
 LOOK_SECONDS = 0.5
 FAREWELL_SECONDS = 3.0
-"""How long an agent whose ranks have lost others waits for the cause, and the store for those who still read it."""
+"""How long an agent whose ranks have lost others waits for the cause, and the store for late readers."""
 ENDED, LEFT = "ended", "left"
 
 
@@ -49,7 +49,7 @@ class Node:
 
 
 class JobEnded(Exception):
-    """The job ended on another node; the message says why."""
+    """The job ended on another node; the message has the cause."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -57,7 +57,7 @@ class Rendezvous(RendezvousHandler):
 
     Args:
         node: of this host.
-        on_opened: told the port of the store that this agent has opened.
+        on_opened: called with the port of the store that this agent has opened.
     """
 
     def __init__(self, node: Node, on_opened: Callable[[int], None]) -> None:
@@ -93,7 +93,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("agent", self._store), self._node.rank, self._node.count, self._address)
 
     def num_nodes_waiting(self) -> int:
-        """Count who waits to take part: nobody may. Asked again and again, so this is where the end is noticed.
+        """Count waiting agents: always 0. It is polled, so this is where the end is noticed.
 
         Raises:
             JobEnded: the job has ended on another node.
@@ -118,10 +118,10 @@ class Rendezvous(RendezvousHandler):
         try:
             self._agents.compare_set(ENDED, "", cause)
         except RuntimeError:
-            return  # the store is gone, and everybody finds that out
+            return  # the store is gone, as all agents notice
 
     def await_cause(self) -> str:
-        """Find out why ranks of other nodes are gone; an agent that is gone, too, is named."""
+        """Find out why ranks of other nodes have ended; an agent that has ended, too, is named."""
         try:
             before = self._all_beats()
             end = time.monotonic() + FAREWELL_SECONDS
@@ -134,7 +134,7 @@ class Rendezvous(RendezvousHandler):
         except RuntimeError:
             return f"{self._named([0])} is gone, and the store of the job with it"
         silent = [rank for rank, beats in after.items() if beats == before[rank]]
-        return f"{self._named(silent)} is gone" if silent else "ranks of another node are gone, and nobody says why"
+        return f"{self._named(silent)} is gone" if silent else "ranks of another node are gone, for an unknown cause"
 
     def leave(self) -> None:
         """Keep the store, where it is here, until the others have had the time to read why the job ended."""

@@ -1,4 +1,4 @@
-"""From a step's batch, and what the models say of it, to its advantages."""
+"""From a step's batch, and the models' log-probabilities of it, to its advantages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -68,7 +68,7 @@ def with_teacher(
     old_log_probs: Tensor,
     teacher_log_probs: Tensor | None,
 ) -> Advantages:
-    """Add what a teacher says to a step's advantages, or put it in their place; the same without a teacher.
+    """Add a teacher's advantages to those of a step, or replace them; unchanged without a teacher.
 
     Args:
         config: the section.
@@ -156,7 +156,7 @@ def advantage_inputs(
         layout = TurnLayout.of(batch)
         steps = environment_steps(batch, layout, weight)
         sequences, scores, group_index = layout.sequences, scores[layout.owner], group_index[layout.owner]
-        episodes = None  # the steps are told apart by episode already
+        episodes = None  # the steps are distinguished by episode already
     else:
         rewards = turn_rewards(batch, weight)
     return AdvantageInputs(

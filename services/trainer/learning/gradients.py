@@ -177,7 +177,7 @@ class PolicyGradient:
         kl_coefficient: float | None,
         generator: torch.Generator,
     ) -> Objective:
-        """Compute a micro-batch's share of the loss from what the policy says of its tokens."""
+        """Compute a micro-batch's share of the loss from the policy's log-probabilities."""
         batch, config = prepared.batch, self._config
         assert found.entropy is not None
         return policy_objective(

@@ -39,7 +39,7 @@ class KtoLearner(FinishedLearner):
 
     @property
     def _positions(self) -> int | None:
-        """How many tokens the model can read; None where its configuration says nothing.
+        """How many tokens the model can read; None if its configuration has no limit.
 
         Each row by itself fits, but a long prompt with the answer to another one may not.
         """

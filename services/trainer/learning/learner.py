@@ -414,7 +414,7 @@ class Learner:
         with_squares: bool = False,
         recorded: OldRouting | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute what ``_evaluate`` does of the policy, whose routers are told what to choose, or are recorded."""
+        """Compute what ``_evaluate`` does for the policy, whose routers replay choices, or are recorded."""
         route = partial(told, self.policy, recorded=recorded)
         return self._evaluate(self.policy, batch, micro_batches, with_squares=with_squares, route=route)
 
@@ -470,13 +470,13 @@ class Learner:
         return MiniBatch(members, cut, self._critic_cut(prepared.batch, members, cut))
 
     def _dropping(self, seed: int) -> AbstractContextManager[None]:
-        """Drop inputs of adapters while they are trained, each rank its own, if the spec says so."""
+        """Apply dropout to the inputs of adapters in training, each rank its own, if the spec asks for it."""
         if self.adapters is None:
             return nullcontext()
         return self.adapters.dropping(seed * self.ranks.size + self.ranks.rank)
 
     def _update(self) -> UpdateResult:
-        """Step the optimiser with the gradients that are there."""
+        """Step the optimiser with the present gradients."""
         result = self.optimizer.update()
         if self.average is not None:
             self.average.update()

@@ -3,7 +3,7 @@
     an estimate for the first step -> that step's first mini-batch is measured -> the bound of all later steps
     -> half of it where a pass does not fit into the device's memory after all
 
-A bound is written down before it is used, with the work that it is first used for: whoever computes a step again cuts
+A bound is written down before it is used, with the work that it is first used for: a replay of a step cuts
 it as it was cut. All ranks have the same bounds.
 """
 
@@ -133,7 +133,7 @@ class PassSizes:
             log.warning("bounds of micro-batches cannot be read", extra={"path": str(path), "error": repr(error)})
 
     def follow(self, bounds: Sequence[Bound], path: Path | None) -> None:
-        """Take up those of the leader, who has them in a file."""
+        """Use those of the leader, which has them in a file."""
         self._bounds, self._path = tuple(bounds), path
 
     def begin(self, step: int) -> None:

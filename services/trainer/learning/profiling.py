@@ -43,8 +43,8 @@ class TraceWriter:
 def profiling(learner: Learner, traces: TraceWriter, step: int) -> Iterator[None]:
     """Record the block, which trains a step, if the spec chooses it on this rank; nothing where no files are kept.
 
-    An error of the profiler, or of writing its trace, is logged and told to ``learner.on_profile_failure``: the step is
-    trained all the same. The next step that ends without one tells None.
+    An error of the profiler, or of writing its trace, is logged and passed to ``learner.on_profile_failure``: the step
+    is trained all the same. The next step that ends without one passes None.
     """
     config, rank, experiment = learner.spec.tracking.profiler, learner.ranks.rank, learner.sizes.directory
     if experiment is None or step not in config.steps or (config.ranks is not None and rank not in config.ranks):

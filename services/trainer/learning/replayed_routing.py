@@ -1,4 +1,4 @@
-"""Replayed routers in the passes of a step: what they are told, what is recorded of them, and where they disagree."""
+"""Router replay in the passes of a step: replayed choices, recorded ones, and their disagreement."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,12 +48,12 @@ class OldRouting:
 
 @contextmanager
 def told(policy: Policy, micro: MicroBatch, recorded: OldRouting | None = None) -> Iterator[None]:
-    """Tell the policy's routers what to choose in the passes that are made while the block runs.
+    """Replay choices of the policy's routers in the passes made while the block runs.
 
     Args:
-        policy: whose routers are told nothing where the spec replays nothing.
-        micro: of the pass, with what they are told.
-        recorded: given what they choose, for which they are told nothing.
+        policy: its routers choose freely if the spec replays nothing.
+        micro: of the pass, with the replayed choices.
+        recorded: receives their choices; nothing is replayed then.
     """
     routing: Routing | None = policy.routing
     if routing is None:
@@ -74,6 +74,6 @@ def untold(_: MicroBatch) -> AbstractContextManager[None]:
 
 
 def disagreement(policy: Policy) -> Metrics:
-    """Tally the share of routers that would have chosen other experts in the last pass than they were told."""
+    """Record the share of routers that would have chosen other experts in the last pass than the replayed ones."""
     counts = None if policy.routing is None else policy.routing.disagreement()
     return {} if counts is None else {"router/disagreement": Tally(*counts)}

@@ -1,4 +1,4 @@
-"""What the updates of a step find about each of its tokens, kept for whoever looks at the step afterwards."""
+"""Per-token figures of a step's updates, kept for later inspection of the step."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -39,7 +39,7 @@ def choose_trained(model: nn.Module, spec: ExperimentSpec) -> Adapters | None:
 
 
 def freeze_tower(spec: ExperimentSpec, model: nn.Module) -> None:
-    """Freeze what computes images, of a policy or what a critic begins as, where the spec says so."""
+    """Freeze the vision tower of a policy, or of a critic's initial model, if the spec asks for it."""
     if spec.model.vision_tower == "frozen" and (tower := getattr(model.base_model, "visual", None)) is not None:
         tower.requires_grad_(False)
 
@@ -122,7 +122,7 @@ def _alike(spec: ExperimentSpec, processor: ImageProcessor, field: str, loaded: 
 
 
 def prepare_routers(policy: Policy, spec: ExperimentSpec) -> None:
-    """Let the routers of the policy be told what to choose, and learn from losses of their own, where the spec has it.
+    """Enable router replay and auxiliary router losses of the policy, if the spec has them.
 
     Raises:
         ModelError: its model has no such routers.

@@ -54,7 +54,7 @@ class Critic:
         is_alone: whether they are divided so for the critic alone: that it computes the same nevertheless is checked.
 
     Raises:
-        ModelError: the model does not say how wide its hidden states are.
+        ModelError: the model's configuration lacks the width of its hidden states.
     """
 
     def __init__(
@@ -303,5 +303,7 @@ def _width(body: nn.Module) -> int:
     config = getattr(body, "config", None)
     width = getattr(config.get_text_config() if config is not None else None, "hidden_size", None)
     if not isinstance(width, int):
-        raise ModelError(f"{type(body).__name__} does not say how wide its hidden states are: no critic can be made")
+        raise ModelError(
+            f"{type(body).__name__} does not declare the width of its hidden states: no critic can be made"
+        )
     return width

@@ -3,7 +3,7 @@
 On a CPU such passes cost as much as memory takes to be read and written: torch's operators for a norm go through the
 hidden states seven times forward and about as often backward, and keep three copies of them.
 
-Nothing is taken over by name alone: a module that computes something else, on a probe, stays as it is. One whose
+Nothing is replaced by name alone: a module that computes something else, on a probe, stays as it is. One whose
 tensors are not whole tensors of the CPU, in float32 or bfloat16, when it is called computes as it did. In bfloat16 a
 result is rounded once, where transformers' layers round what is between their operators, too.
 """

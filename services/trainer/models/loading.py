@@ -1,4 +1,4 @@
-"""Load a causal language model from a local directory, or say in one sentence why that is impossible."""
+"""Load a causal language model from a local directory, or raise an error with the reason."""
 
 import inspect
 import logging
@@ -62,7 +62,7 @@ def check_attention(name: str, device: torch.device) -> None:
 
 
 def apply_kernels(name: str, model: nn.Module, device: torch.device) -> None:
-    """Let a model's norms, gates and rotations compute with Liger's kernels, if the spec says so.
+    """Let a model's norms, gates and rotations compute with Liger's kernels, if the spec asks for it.
 
     Raises:
         ModelError: they are not installed, need a GPU, or do not have this architecture.
@@ -126,7 +126,7 @@ class LoadedModel:
 BaseKey = tuple[Path, str, str, str]
 """What a base is loaded of, and how: directory, dtype, attention and kernels."""
 Share = Callable[[BaseKey, Callable[[], LoadedModel]], LoadedModel]
-"""Gives a model whose weights others have, too; the function loads it where nobody has."""
+"""Returns a model whose weights are shared; the function loads it if it is not loaded yet."""
 
 
 def check_device(device: str) -> torch.device:

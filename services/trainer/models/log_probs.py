@@ -185,7 +185,7 @@ class Policy:
         self.tower = tower
 
     def park(self) -> None:
-        """Keep the weights, which nobody changes, in the host's memory but for ``on_device``; after ``shard``."""
+        """Keep the frozen weights in the host's memory but for ``on_device``; after ``shard``."""
         self._parked = ParkedTensors(self.model.parameters(), is_constant=True)
 
     def on_device(self) -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@ def free_bytes(device: torch.device) -> int:
 def check_room(spec: ExperimentSpec) -> None:
     """Refuse to load a model whose training cannot fit into the device's memory, or the host's.
 
-    Not while a checkpoint is read: one that cannot be is passed over, and room says nothing of it.
+    Not while a checkpoint is read: one that cannot be read is skipped, whatever the free memory.
 
     Raises:
         ModelError: it needs more than there is, and the message has the arithmetic and keys that would help; or there

@@ -1,4 +1,4 @@
-"""Moves tensors out of a device's memory and back, so that somebody else can have it meanwhile.
+"""Moves tensors out of a device's memory and back, so that another process can use it meanwhile.
 
 From a GPU they go to the host's memory; what is in the host's memory already goes to a file without a name, which
 vanishes with the process. Storages are emptied and filled again in place: tensors, and views of them, stay what they
@@ -156,8 +156,8 @@ class ParkedTensors:
     """Some tensors, parked from the beginning; those that map a file or are small stay on the device.
 
     Args:
-        tensors: whose storages nobody else uses.
-        is_constant: whether nobody writes to them: then they are copied to the host once.
+        tensors: the only users of their storages.
+        is_constant: whether they never change: then they are copied to the host once.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, is_constant: bool = False) -> None:

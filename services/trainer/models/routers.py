@@ -27,7 +27,7 @@ class RouterLosses:
 
     Args:
         model: of transformers, before or after its weights are sharded.
-        config: coefficients, and what one balance is taken over.
+        config: coefficients, and the scope of one balance.
 
     Raises:
         ModelError: it has no routers that choose by softmax.

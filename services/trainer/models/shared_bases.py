@@ -29,7 +29,7 @@ class SharedBases:
 
         Args:
             key: what the base is loaded of, and how.
-            load: loads it, where nobody has.
+            load: loads it, if it is not loaded yet.
 
         Raises:
             ModelError: as of ``load``.

@@ -1,4 +1,4 @@
-"""What is found out about a model by computing some tokens with it, because its configuration does not say it."""
+"""Properties of a model that its configuration does not declare, found by computing some tokens with it."""
 
 import logging
 from collections.abc import Callable

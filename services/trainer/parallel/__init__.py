@@ -1,1 +1,1 @@
-"""Several training processes as one trainer: who computes what, how weights are sharded, what ranks tell each other."""
+"""Several training processes as one trainer: division of work, sharding of weights, messages between ranks."""

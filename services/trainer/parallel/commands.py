@@ -1,4 +1,4 @@
-"""What the leader tells the followers to do: each does it with its own part of the weights, all at the same time."""
+"""Commands of the leader to the followers: each executes them on its own shard, all at the same time."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

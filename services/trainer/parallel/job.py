@@ -18,7 +18,7 @@ from flotilla.shared.config.sections.parallelism import ParallelismConfig
 from flotilla.shared.weights.image.files import host_identity
 
 OPENING = "opening"
-"""Where the leader tells the others what is trained."""
+"""The leader's channel to the others."""
 MEETING_SECONDS = 180.0
 """Within which all ranks of a job have imported what they need and met."""
 
@@ -31,7 +31,7 @@ class Pulse:
     """Beats on a thread of its own until closed.
 
     Args:
-        store: a connection that nobody else uses.
+        store: a connection used by nothing else.
         rank, size: of this process, and of the job.
         on_silence: called once on that thread, with a sentence that names the rank.
     """
@@ -63,7 +63,7 @@ class Pulse:
                         return
         except RuntimeError as error:
             if not self._closed.is_set():
-                self._on_silence(f"the store of the training job is gone: {error}")
+                self._on_silence(f"the store of the training job is lost: {error}")
 
 
 def _key(rank: int) -> str:
@@ -72,7 +72,7 @@ def _key(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its job.
+    """This process's place in its job.
 
     Attributes:
         rank, size: of this process, and of the job.
@@ -88,7 +88,7 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Read what ``torch.distributed.run`` told this process; None where it is in no job."""
+        """Read the environment that ``torch.distributed.run`` sets; None outside a job."""
         if "WORLD_SIZE" not in environment:
             return None
         return cls(
@@ -115,7 +115,7 @@ def entered(
         place: of this process.
         store: a connection to the job's store.
         config: the ranks' section.
-        on_silence: told on another thread which rank is silent.
+        on_silence: called on another thread with the silent rank.
     """
     shape = MeshShape.of(config, config.ranks)
     device = device_of(config, place)
@@ -144,7 +144,7 @@ def device_of(config: ParallelismConfig, place: Place) -> torch.device:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone or does not answer, rather than what went wrong there."""
+    """Whether an error only shows that another rank ended or does not answer, not its cause."""
     if isinstance(error, DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Gloo"))

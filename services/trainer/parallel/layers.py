@@ -22,10 +22,10 @@ LEAST_BYTES = 1 << 16
 
 
 def prepare_layers(module: nn.Module, spec: ExperimentSpec, device: torch.device) -> None:
-    """Do what the spec says to each layer of a model that is trained.
+    """Apply the spec's settings to each layer of a trained model.
 
     Raises:
-        ModelError: the model does not say what its layers are, or there is no compiler.
+        ModelError: the model does not declare its layers, or there is no compiler.
     """
     if spec.optimisation.compile_layers:
         check_compiler(device)
@@ -37,7 +37,7 @@ def prepare_layers(module: nn.Module, spec: ExperimentSpec, device: torch.device
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
-    """List the layers that transformers says to keep in one piece."""
+    """List the layers that transformers marks as not to be split."""
     kinds = set(getattr(module, "_no_split_modules", None) or ())
     return [each for each in module.modules() if type(each).__name__ in kinds and each is not module]
 
@@ -79,7 +79,7 @@ def recompute_activations(module: nn.Module) -> None:
     Not by transformers' own switch, which does nothing in evaluation mode. Call it before weights are sharded.
 
     Raises:
-        ModelError: the model does not say what its layers are.
+        ModelError: the model does not declare its layers.
     """
     way_out = "leave it out and lower optimisation.micro_batch_tokens"
     for layer in _named_layers(module, "optimisation.activation_checkpointing", way_out):
@@ -102,7 +102,7 @@ def keep_activations_on_host(module: nn.Module, kind: str) -> None:
 def _named_layers(module: nn.Module, field: str, way_out: str) -> list[nn.Module]:
     layers = layers_of(module)
     if not layers:
-        raise ModelError(f"{field}: {type(module).__name__} does not say what its layers are: {way_out}")
+        raise ModelError(f"{field}: {type(module).__name__} does not declare its layers: {way_out}")
     return layers
 
 

@@ -246,7 +246,7 @@ def joined(
         hosts = ranks.gather(host.encode())
         ranks = replace(ranks, remote=frozenset(other for other in range(shape.size) if hosts[other] != hosts[0]))
     yield ranks
-    # Not after a failure: whoever waits in a collective would learn of the end before its cause is told.
+    # Not after a failure: ranks waiting in a collective would see the end before its cause is reported.
     dist.destroy_process_group()
 
 

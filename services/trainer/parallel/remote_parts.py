@@ -1,11 +1,11 @@
 """What ranks on other hosts have of a file's tensors: sent to the leader, which writes it where they would have.
 
-Ranks of the leader's host write into the file themselves. The bytes are the same, whoever writes them, so neither an
+Ranks of the leader's host write into the file themselves. The bytes are the same on every rank, so neither an
 image nor a checkpoint depends on where ranks are.
 
 Making a part may take collectives of all ranks (adapters that are added to a weight), so no rank may be sending while
 another makes the next one. Every rank lists the same regions in the same order, its own elements of each or none. That
-order is cut into rounds by the size of the regions, equal on all ranks: whoever ends a round sends what it has of it,
+order is cut into rounds by the size of the regions, equal on all ranks: a rank that ends a round sends its part,
 and the leader receives that before its next part. A rank keeps no more than its elements of one round.
 """
 

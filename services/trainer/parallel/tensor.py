@@ -89,7 +89,7 @@ def divide_layers(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _plan_layers(model: Any) -> None:
-    """Give a model whose layers transformers has no plan for our own, where there is one."""
+    """Apply our own plan to a model for whose layers transformers has none."""
     for name, body in model.named_modules():
         own = OWN_PLANS.get(getattr(getattr(body, "config", None), "model_type", ""))
         if own is not None and hasattr(body, "layers"):

@@ -35,7 +35,7 @@ class ComputeTurns:
 
         Args:
             weight: 2 gets twice as much time as 1 while both want to compute.
-            is_ending: says whether the experiment comes to its end; asked on any thread.
+            is_ending: returns whether the experiment is ending; called on any thread.
         """
         return Seat(self, f"{next(self._numbers)} {experiment_id}", weight, is_ending)
 
@@ -85,7 +85,7 @@ class Seat:
         turns: of all of them.
         name: of this one, which no other has.
         weight: of its share.
-        is_ending: says whether it goes before those that continue.
+        is_ending: returns whether it goes before those that continue.
 
     Attributes:
         is_left: whether nothing is to be computed there any more.
@@ -103,7 +103,7 @@ class Seat:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Compute while the block runs, and nobody else does; errors as of ``ComputeTurns.turn``."""
+        """Compute exclusively while the block runs; errors as of ``ComputeTurns.turn``."""
         with self._turns.turn(self):
             yield
 

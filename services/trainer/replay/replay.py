@@ -51,7 +51,7 @@ def start_of(step: int, records: Mapping[int, StepRecord], starts: Mapping[int, 
         starts: lineage by step of every checkpoint there is; 0 is the model that training began with.
 
     Raises:
-        InvalidRequest: there is none; the detail says why, and which steps there are.
+        InvalidRequest: there is none; the detail has the reason and the existing steps.
     """
     if step not in records:
         raise InvalidRequest(f"step {step} has no samples: {_possible(records, starts)}", step=step)
@@ -164,10 +164,10 @@ def replay(directory: Path, step: int, *, tell: Callable[[str], None] = lambda _
     Args:
         directory: of the experiment.
         step: from 1.
-        tell: told what is being done.
+        tell: called with what is being done.
 
     Raises:
-        InvalidRequest: it cannot be; the detail says which steps can.
+        InvalidRequest: it cannot be; the detail lists the steps that can.
         ModelError: the checkpoint or the model cannot be used.
     """
     folder = directory / SAMPLES

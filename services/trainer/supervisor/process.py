@@ -43,8 +43,8 @@ class WorkerHandle:
 
     Args:
         child: that was started.
-        on_message: told what it says.
-        is_led: whether it is a node without the leader: nobody there reads what the supervisor says.
+        on_message: called with its messages.
+        is_led: whether it is a node without the leader: its ranks do not read the supervisor's messages.
     """
 
     def __init__(self, child: Child, on_message: Callable[[FromWorker], None], *, is_led: bool = False) -> None:
@@ -58,13 +58,13 @@ class WorkerHandle:
         parallelism: ParallelismConfig,
         on_message: Callable[[FromWorker], None],
     ) -> Self:
-        """Start the process and tell it what to train. Call it on the thread that outlives the worker."""
+        """Start the process and send it its launch. Call it on the thread that outlives the worker."""
         node = launch.assignment.node
         child = await spawn(
             command_of(parallelism, node, launch.host),
             environment=environment_of(os.environ, parallelism.threads),
             max_line_bytes=READ_BYTES,
-            leads_session=False,  # Whoever kills the service's group ends the worker with it.
+            leads_session=False,  # A kill of the service's process group ends the worker, too.
         )
         worker = cls(child, on_message, is_led=node is not None and node.rank > 0)
         worker.tell(launch)
@@ -81,7 +81,7 @@ class WorkerHandle:
             self._child.stdin.write(line.line())
 
     async def ended(self) -> ExitStatus:
-        """Wait for its end, and say how it came about."""
+        """Wait for its end, and return its cause."""
         code = await self._child.ended()
         await asyncio.wait([self._reading], timeout=LAST_MESSAGES_SECONDS)
         self._reading.cancel()

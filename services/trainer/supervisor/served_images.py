@@ -62,7 +62,7 @@ class ServedImages:
             self._writing = asyncio.create_task(self._write(self._kept), name="images into the directory")
 
     async def withdraw(self, *, is_over: bool = False) -> None:
-        """Release all images, and remove those whose worker is dead; where nobody continues, those on disk as well."""
+        """Release all images, and remove those whose worker is dead; if no trainer continues, those on disk as well."""
         images = list(self._held.values())
         self._held.clear()
         self._published.withdraw()

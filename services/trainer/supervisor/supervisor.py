@@ -1,7 +1,7 @@
 """Follows the desired state: one experiment at a time, trained by a worker process that may die.
 
     idle -> starting -> running <-> paused -> finished -> idle
-                  \\-> failed (hopeless, or died too often)
+                  \\-> failed (permanent failure, or died too often)
 
 A worker that dies is started again and continues from its checkpoint, after a pause that grows; when that keeps
 happening within a few minutes, or when starting again would fail the same way, the experiment fails with the cause.
@@ -82,7 +82,7 @@ class NodeOfJob:
         self.port = self.ended = None
 
     def report(self, assignment: Assignment | None) -> JobReport | None:
-        """Return what the gateway is told; None where the experiment's ranks are all on one host."""
+        """Return the report for the gateway; None if the experiment's ranks are all on one host."""
         if assignment is None or _num_nodes(assignment) == 1:
             return None
         host = None if self.port is None else self._host
@@ -111,7 +111,7 @@ def _num_nodes(assignment: Assignment) -> int:
 
 @dataclass(frozen=True)
 class Addresses:
-    """What a worker is told about the fleet."""
+    """Facts of the fleet for a worker."""
 
     gateway_url: str
     redis_url: str
@@ -149,7 +149,7 @@ class Supervisor(StateFollower):
     Args:
         addresses: handed to each worker.
         images: the versions that this service offers to be pulled.
-        service_id: tells the id that the gateway gave.
+        service_id: returns the id that the gateway gave.
         start_worker: starts a process.
     """
 
@@ -211,7 +211,7 @@ class Supervisor(StateFollower):
         if self._worker is None and not self._is_between_workers:
             return DeviceReport(shift=order.shift, is_held=False, is_wanted=self._state is WorkState.STARTING)
         if self._holds_devices is not None:
-            # The leader is the one who wants them, and may take them at any moment of its shift.
+            # The leader wants them, and may take them at any moment of its shift.
             held = order.may_hold or self._holds_devices
             return DeviceReport(shift=order.shift, is_held=held, is_wanted=self._state is WorkState.STARTING)
         # Until it follows orders it is loading.
@@ -248,7 +248,7 @@ class Supervisor(StateFollower):
             self._worker.tell(Order(state=desired.state, device=desired.device, last_change=wanted.last_change))
 
     def _is_named_otherwise(self) -> bool:
-        """Whether the service has another id than the one that its worker was told: nobody would listen to that one."""
+        """Whether the service has another id than the one its worker knows: its messages would be ignored."""
         service_id = self._service_id()
         return self._worker is not None and service_id is not None and service_id != self._launched_as
 
@@ -334,7 +334,7 @@ class Supervisor(StateFollower):
         self.notify()
 
     def _end_if_it_does_not_release(self, told: DeviceReport | None) -> None:
-        """Give a worker up that was told to release the device, needs it for nothing, and has it all the same."""
+        """Kill a worker that was asked to release the device, does not need it, and still has it."""
         order = self._desired.device if self._desired is not None else None
         is_late = order is not None and told is not None and not order.may_hold and told.is_held and not told.is_wanted
         if not is_late:
@@ -403,7 +403,7 @@ class Supervisor(StateFollower):
         """End the worker after its step, and forget the experiment.
 
         Args:
-            is_over: nobody continues with the experiment: the worker gets the time for a last checkpoint.
+            is_over: no trainer continues with the experiment: the worker gets the time for a last checkpoint.
             is_continued: the next job of the same experiment follows: what this one died of counts on.
         """
         self._is_leaving = True

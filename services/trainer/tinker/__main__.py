@@ -26,17 +26,17 @@ from flotilla.shared.tinker.sessions import TinkerSessions
 
 
 def main() -> int:
-    """Work until told to end; see ``run_process``."""
+    """Work until a signal ends it; see ``run_process``."""
     return run_process("trainer", train)
 
 
 def train(settings: ServiceSettings, model: str) -> None:
-    """Train until told to end."""
+    """Train until a signal ends it."""
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(len(usable_cores()))
     most = int(os.environ.get("FLOTILLA_TINKER_MODELS", MOST_MODELS))
     data = settings.data.resolve()
-    # A key's share, where nobody chose one.
+    # The default share of a key.
     most_gb = os.environ.get("FLOTILLA_TINKER_DISK_GB")
     most_bytes = shutil.disk_usage(data).total // 2 if most_gb is None else int(most_gb) * 10**9
     base = Base(Path(model))

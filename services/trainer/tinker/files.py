@@ -62,7 +62,7 @@ def save(directory: Path, slot: Slot, base: str, saved: Saved) -> Saved:
                 # A process that was replaced is late: what its successor wrote since stays.
                 return found
             replaced = _put(unfinished, directory)
-    # Of gigabytes: nobody else waits for it.
+    # Gigabytes, but nothing else waits for it.
     shutil.rmtree(replaced, ignore_errors=True)
     return found
 
@@ -251,7 +251,7 @@ def _peft_config(slot: Slot, base: str) -> Mapping[str, object]:
 
 
 class Owned(Record):
-    """What a manifest or a state says of itself."""
+    """The metadata of a manifest or a state."""
 
     owner: str = ""
     num_bytes: int = 0

@@ -284,7 +284,7 @@ def micro_batches(lengths: Sequence[int], most: int = MICRO_TOKENS) -> list[list
 
 
 def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Find where each weight stands; one that is shared stands in several places."""
+    """Find the places of each weight; a shared one has several."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

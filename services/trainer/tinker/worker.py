@@ -83,7 +83,7 @@ class TrainingWorker:
                 if time.monotonic() >= looked:
                     await self._close_gaps()
                     looked = time.monotonic() + GAPS_SECONDS
-                # What is scored is waited for by who samples; it is short beside an update.
+                # Samplers wait for scores; scoring is short beside an update.
                 has_scored = await self._take(Work.SCORE, self._scoring, SCORES_AT_A_TIME, self._scores_once)
                 has_trained = await self._take(Work.TRAIN, self._training, 1, self._trained)
                 if not has_scored and not has_trained:
@@ -93,7 +93,7 @@ class TrainingWorker:
                 await asyncio.sleep(AWAY_SECONDS)
 
     async def _take(self, work: Work, turns: Turns, count: int, does: Callable[[Request], Awaitable[None]]) -> bool:
-        """Do some requests of whoever's turn it is; returns whether there was one."""
+        """Do some requests of the model whose turn it is; returns whether there was one."""
         owner = turns.next(await self._queue.owners(work))
         if owner is None:
             return False
@@ -226,7 +226,7 @@ class TrainingWorker:
         log.info("model recovered", extra={"model_id": model.model_id, "on_disk": on_disk, "done_again": again})
 
     async def _made(self, request: Request, model: Model | None, answer: Answer) -> tuple[Made, str | None]:
-        """Name the sampling session that a request made, if it did, and the snapshot that nobody refers to since."""
+        """Name the sampling session that a request made, if it did, and the snapshot that became unreferenced."""
         if request.verb != Verb.SAVE_FOR_SAMPLER or answer.form is Form.FAILED or model is None:
             return NOTHING, None
         save = Save.model_validate_json(request.body)

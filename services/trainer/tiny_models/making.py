@@ -4,7 +4,7 @@ Rewards of a random model are all alike, so that nothing could be learned from t
 common, the last hidden states point along it, and the output layer's rows of a few tokens lean towards it: the end of
 an answer, and the answers that the rows expect.
 
-A config in Hugging Face format becomes tiny: what says how large it is changes, the kind stays.
+A config in Hugging Face format becomes tiny: its sizes change, the architecture stays.
 """
 
 import json

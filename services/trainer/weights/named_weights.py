@@ -35,11 +35,11 @@ NONE_PACKED: Mapping[str, Packed] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Label:
-    """What an image says of weights that are not called as the model's checkpoint calls its own.
+    """An image's metadata for weights whose names differ from the checkpoint's.
 
     Attributes:
         names: from what they would be called there to what they are called in the image.
-        metadata: what the image's header says beside them.
+        metadata: the image's other header entries.
     """
 
     names: Mapping[str, str]

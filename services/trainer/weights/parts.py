@@ -1,7 +1,7 @@
 """A rank's part of the tensors of a file: where it lies, written by each rank into a mapping that all of them share.
 
 The file is an ordinary safetensors file of whole tensors, whatever number of ranks wrote it: one written by two is read
-by one or by four. Ranks write different bytes, so nobody waits for another but at the end.
+by one or by four. Ranks write different bytes, so they wait for each other only at the end.
 """
 
 import math

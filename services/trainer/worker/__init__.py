@@ -1,1 +1,1 @@
-"""The process that trains: started by the supervisor, told over its standard input, heard on its standard output."""
+"""The process that trains: started by the supervisor, commanded over stdin, reporting on stdout."""

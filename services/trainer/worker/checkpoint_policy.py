@@ -12,7 +12,7 @@ Makes one checkpoint after the other whole, and what it contains final: at once,
     copy (a step waits) -> files on the disk, flushed -> renamed: whole -> plans committed -> reported
 
 Nothing is released before the checkpoint is whole: until then the plans of its steps can be replayed. At most one copy
-exists; whoever makes the next checkpoint waits for the one before.
+exists; the next checkpoint waits for the one before.
 """
 
 import asyncio
@@ -73,10 +73,10 @@ class CheckpointWriter:
     Args:
         manager: writes.
         learner, progress, line: what.
-        source: told when steps are final.
-        reporter: told of each checkpoint.
+        source: notified when steps are final.
+        reporter: notified of each checkpoint.
         compute: the thread that may touch the weights.
-        on_failure: told that a checkpoint failed and will be tried again, and None when one succeeded.
+        on_failure: called with the failure of a checkpoint that will be retried, and with None after a success.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class CheckpointWriter:
         started, point = time.monotonic(), Point.of(self._progress, self._line, figure)
 
         def save() -> Path:
-            # Nobody else's turn comes between.
+            # No other session's turn comes between.
             self._reporter.sync()
             return self._manager.save(self._learner, self._progress, self._line, figure)
 
@@ -355,7 +355,7 @@ class CheckpointPolicy:
         return is_copied
 
     async def _error_of_checkpoint(self) -> Unavailable | None:
-        """Write a checkpoint; where that is impossible for now, say so and return why."""
+        """Write a checkpoint; if that is impossible for now, report it and return why."""
         try:
             await self._writer.save(self._figure)
         except Unavailable as error:
@@ -364,7 +364,7 @@ class CheckpointPolicy:
         return None
 
     async def at_the_end(self, *, is_over: bool, is_stopped: Callable[[], bool], publisher: Publisher) -> None:
-        """Make the last step durable; between two versions only if nothing is left to publish, or nobody continues.
+        """Make the last step durable; between two versions only if nothing is left to publish, or no trainer continues.
 
         Training that has ended by itself waits until there is room, one that is to end tries for some seconds.
 

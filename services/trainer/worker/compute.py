@@ -65,11 +65,11 @@ class Company:
 
 
 class ComputeThread(ThreadPoolExecutor):
-    """One thread, which computes with the cores that are there for it, in turn with those of other sessions.
+    """One thread, which computes with its share of cores, in turn with those of other sessions.
 
     Args:
         cores: of this process.
-        seat: among those that compute in turn; None: nobody else does.
+        seat: among those that compute in turn; None: it computes alone.
     """
 
     def __init__(self, cores: ComputeCores, seat: Seat | None) -> None:
@@ -83,7 +83,7 @@ class ComputeThread(ThreadPoolExecutor):
         return self._seat is not None and self._seat.is_waiting
 
     def submit(self, work: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
-        """Compute something in its turn, and log it as who submits it does."""
+        """Compute something in its turn, with the submitter's logging context."""
         context = contextvars.copy_context()
 
         def compute() -> T:
@@ -104,7 +104,7 @@ async def compute_thread(
         spec: of the experiment.
         name: its id.
         company: that the session is in.
-        is_ending: says whether it was told to end: it goes before others then.
+        is_ending: returns whether it is ending: it goes before others then.
     """
     seat = None if company is None else company.turns.seat(name, spec.resources.weight, is_ending)
     executor = ComputeThread(ComputeCores(spec.parallelism.threads), seat)

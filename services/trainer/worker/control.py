@@ -1,4 +1,4 @@
-"""What the loop is told from outside: continue, pause, stop. Taken in at step boundaries and while waiting."""
+"""Outside commands to the loop: continue, pause, stop. They take effect at step boundaries and while waiting."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -10,14 +10,14 @@ Answer = TypeVar("Answer")
 
 
 class ToldToEnd(Exception):
-    """The work was told to end before the first step could begin: there is nothing to keep."""
+    """The work was stopped before the first step could begin: there is nothing to keep."""
 
 
 class RunControl:
-    """The switch between whoever commands and the loop that obeys.
+    """The switch between the commander and the loop.
 
     Args:
-        on_state: told each change of what the loop does.
+        on_state: called on each change of the loop's state.
     """
 
     def __init__(self, on_state: Callable[[WorkState], None]) -> None:

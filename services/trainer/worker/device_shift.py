@@ -1,4 +1,4 @@
-"""When the worker has the device that it shares with the engines: it asks for it, uses it, and releases it when told.
+"""When the worker has the device that it shares with the engines: it asks for it, uses it, and releases it on request.
 
 The gateway decides whose shift it is. Within its own the worker keeps its weights on the device from one step to the
 next; it releases them when the shift has ended and nothing uses them. Without an order it has the device all the time.
@@ -27,7 +27,7 @@ class DeviceShift:
         offload: moves everything off the device.
         reload: moves it back.
         notify: called when there is something new to report.
-        on_failure: told why it cannot be released for now, and None when it could.
+        on_failure: called with why it cannot be released for now, and with None when it could.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class DeviceShift:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody else has it at times."""
+        """Whether others have it at times."""
         return self._order is not None
 
     async def acquire(self) -> bool:
-        """Wait for the device, and keep it until ``release``; always True. Whoever has it may acquire it again."""
+        """Wait for the device, and keep it until ``release``; always True. It may be acquired again while held."""
         self._wanted += 1
         self._look()
         began = time.monotonic()
@@ -91,7 +91,7 @@ class DeviceShift:
         return True
 
     def take_seconds(self) -> tuple[float, float]:
-        """Return for how long others had it while nobody here wanted it, and for how long it was waited for, since the
+        """Return for how long others had it while it was not wanted here, and for how long it was waited for, since the
         last call."""
         taken, self._away_seconds, self._back_seconds = (self._away_seconds, self._back_seconds), 0.0, 0.0
         return taken
@@ -164,6 +164,6 @@ def always_held() -> DeviceShift:
     """Return the shift of a device that is not shared."""
 
     async def never() -> None:
-        raise AssertionError("nobody gave an order about the device")
+        raise AssertionError("no order about the device")
 
     return DeviceShift(never, never, lambda: None, lambda _: None)

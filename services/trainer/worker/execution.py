@@ -1,4 +1,4 @@
-"""Who does what the loop asks for: this process alone, or the ranks of a job under its lead."""
+"""How the loop's work is executed: by this process alone, or by the ranks of a job under its lead."""
 
 import asyncio
 import contextlib
@@ -31,8 +31,8 @@ class Job:
 
     Attributes:
         place: its place.
-        opening: told to the followers before anything else.
-        on_silence: told, on another thread, which rank does not live any more.
+        opening: sent to the followers before anything else.
+        on_silence: called on another thread with the rank that has ended.
     """
 
     place: Place

@@ -1,4 +1,4 @@
-"""Every rank but the first: it has its part of the weights, and does what the leader says until it is released."""
+"""Every rank but the first: it has its part of the weights, and executes the leader's commands until it is released."""
 
 import logging
 import mmap
@@ -55,9 +55,9 @@ class Follower:
         spec: the experiment.
         ranks: the job.
         channel: its end of the way from the leader.
-        on_status: told when it can train, with None, and of each step that it trained.
-        on_devices: told whether the ranks have their weights on their devices: before they load them, and once all have
-            released them.
+        on_status: called with None when it can train, and with each trained step.
+        on_devices: called with whether the ranks have their weights on their devices: before they load them, and once
+            all have released them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The life of a rank that is not the first: read the opening, enter the group, obey, say why it ends."""
+"""The life of a rank that is not the first: read the opening, join the group, execute commands, report why it ends."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Voice:
-    """Tells the supervisor of a host that does not lead how far its ranks are, and what they have on their devices."""
+    """Reports to the supervisor of a follower host the progress of its ranks, and what is on their devices."""
 
     def __init__(self, answers: IO[bytes]) -> None:
         self._answers = answers
@@ -45,7 +45,7 @@ class Voice:
 
 
 def follow(place: Place, answers: IO[bytes]) -> int:
-    """Do what the leader says until it lets this rank go; returns the exit code.
+    """Execute the leader's commands until it releases this rank; returns the exit code.
 
     Args:
         place: of this process.
@@ -71,7 +71,7 @@ def follow(place: Place, answers: IO[bytes]) -> int:
         except Exception as error:
             # Whatever it is, the other ranks wait for this one: it ends, and so do they.
             if is_lost_peer(error):
-                log.error("a rank is gone", exc_info=error)  # noqa: TRY400
+                log.error("a rank is lost", exc_info=error)  # noqa: TRY400
                 return EXIT_PEER_LOST
             return _say_failure(answers, place, error)
     return EXIT_DONE

@@ -1,6 +1,6 @@
 """Snapshots of the weights in shared memory: one is served while the next is written.
 
-Rollouts on this host map them, others pull them. Whoever reads one for long keeps it, but cannot keep training waiting:
+Rollouts on this host map them, others pull them. A slow reader keeps its image, but does not delay training:
 its file is withdrawn, and its memory is free when the last reader releases it.
 
 For images of quantised weights a whole one is written beside them, and quantised one matrix at a time.
@@ -110,7 +110,7 @@ PAUSE_SECONDS = 0.02
 
 
 class ImagePool:
-    """A few images of one layout, used in turn. An image that somebody still reads is not touched.
+    """A few images of one layout, used in turn. An image that is still being read is not touched.
 
     Args:
         weights: what is copied.
@@ -144,22 +144,22 @@ class ImagePool:
         self.patch: WeightImage | None = None
         """The patch that the newest manifest names."""
         self.is_broadcast = True
-        """Whether anybody takes part in broadcasts; a patch is of use to nobody else."""
+        """Whether there are members of broadcasts; only they can use a patch."""
         self._slice_bytes = slice_bytes
         self._directory = directory
         self._images: list[WeightImage] = []
         self._newest: WeightImage | None = None
 
     def snapshot(self) -> Path:
-        """Copy the present weights into an image that nobody reads, never the newest one; blocks.
+        """Copy the present weights into an unused image, never the newest one; blocks.
 
         Raises:
             WeightTransferFailed: there is no room for one.
         """
         end = time.monotonic() + PATIENCE_SECONDS
         for image in [each for each in self._images if each.is_withdrawn]:
-            # Somebody deleted its file: whoever has it open keeps it, and nobody else could open it.
-            log.warning("the file of an image is gone", extra={"image": image.path.name})
+            # Its file was deleted: present readers keep it, and no other could open it.
+            log.warning("the file of an image is lost", extra={"image": image.path.name})
             self._drop(image)
         while True:
             for image in self._images:
@@ -197,7 +197,7 @@ class ImagePool:
             return None
 
     def renew(self, path: Path) -> Path:
-        """Return an image whose file somebody deleted another one; blocks. One that is there stays as it is.
+        """Replace the deleted file of an image; blocks. An existing one stays as it is.
 
         Raises:
             WeightTransferFailed: there is no room for it.
@@ -205,7 +205,7 @@ class ImagePool:
         image = next(image for image in self._images if image.path == path)
         if not image.is_withdrawn:
             return path
-        log.warning("the file of an image is gone, it is written again", extra={"image": path.name})
+        log.warning("the file of an image is lost, it is written again", extra={"image": path.name})
         renewed = WeightImage.create(image.image_bytes, directory=self._directory)
         with renewed.writing() as view:
             view[:] = image.view
@@ -229,7 +229,7 @@ class ImagePool:
             self._base = next(image for image in self._images if image.path == path), manifest.checksum
 
     def close(self) -> None:
-        """Remove all images; whoever has one open keeps it."""
+        """Remove all images; present readers keep theirs."""
         for image in self._images:
             image.close()
         self._images.clear()

@@ -1,7 +1,8 @@
 """What the loop, the image pool and the checkpoints ask of a learner, where several ranks do it.
 
-The leader tells the followers first and then does its own part, on the one thread that computes; each method returns
-when every rank is done. Where the trainer is one process, its learner and its weights are asked themselves.
+The leader sends the command to the followers first and then does its own part, on the one thread that computes; each
+method returns when every rank is done. Where the trainer is one process, its learner and its weights are asked
+themselves.
 """
 
 import contextlib
@@ -117,13 +118,13 @@ class LedMemory:
         self._own, self._directory, self._channel = LearnerMemory(learner, directory), directory, channel
 
     def offload(self) -> None:
-        """Free it on every rank. Errors as of ``Offloader``, of this rank's part before the others are told."""
+        """Free it on every rank. Errors as of ``Offloader``, for this rank's part before the others'."""
         self._own.offload()
         self._channel.send(Offload(directory=str(self._directory)))
         self._channel.end()
 
     def reload(self) -> None:
-        """Take it again on every rank. Errors as of ``Offloader``, of this rank's part before the others are told."""
+        """Take it again on every rank. Errors as of ``Offloader``, for this rank's part before the others'."""
         self._own.reload()
         self._channel.send(Reload())
         self._channel.end()
@@ -180,7 +181,7 @@ class Leader:
         """Write the files of a checkpoint on every rank.
 
         Raises:
-            OSError: the disk has no room, or fails; the others are told, and wait for the next command.
+            OSError: the disk has no room, or fails; the others are informed, and wait for the next command.
             Unavailable: so it was for another rank.
         """
         files = shared_files(learner, contents)
@@ -212,7 +213,7 @@ class Leader:
             if is_copy:
                 hit(Site.CHECKPOINT_COPY)
         except OSError as error:
-            # Another checkpoint is tried later: who stayed in this one would meet the next command's collectives.
+            # Another checkpoint is tried later: a rank still in this one would meet the next command's collectives.
             with contextlib.suppress(ModelError):
                 self._channel.end(ModelError(f"the leader could not write its part: {error}"))
             raise

@@ -116,7 +116,7 @@ class TrainingLoop:
         return await self._finish()
 
     async def _follow_settings(self, step: int) -> None:
-        """Train as the settings say that hold for the step."""
+        """Apply the settings that hold for the step."""
         if (spec := await self._planner.spec_of(step)) is not self._learner.spec:
             await self._on_compute_thread(lambda: self._learner.follow(spec))
 
@@ -147,7 +147,7 @@ class TrainingLoop:
         version, started, cpu = self.version, time.monotonic(), time.process_time()
         result = await self._on_compute_thread(lambda: self._learn(planned, step))
         if result is None:
-            log.info("told to end before the step began: its plan stands", extra={"step": step})
+            log.info("stopped before the step began: its plan remains", extra={"step": step})
             return
         computed = time.monotonic()
         values = self._describe_groups(planned, version)
@@ -170,7 +170,7 @@ class TrainingLoop:
         made = self.version if self.is_at_version else None
         record_step(planned, version, made, StepMoments(started, computed, measured, published))
         spent = computed - started, published - computed
-        # Nobody trains a step again that a checkpoint contains: its figures are kept before.
+        # A step in a checkpoint is never trained again: its figures are stored before.
         values |= self._describe(result, self._times.with_step(planned, *spent, None))
         self._reporter.keep(MetricBatch(step=step, version=version, values=values))
         await self._durability.after_step(self._is_stopped, values)
@@ -197,7 +197,7 @@ class TrainingLoop:
         return describe_step(result, times, self._publisher.last_seconds, ends_version=self.is_at_version)
 
     def _learn(self, planned: StepGroups, step: int) -> StepResult | None:
-        """Train a step; None where it was told to end while it waited for its turn."""
+        """Train a step; None if it was stopped while it waited for its turn."""
         if self._control.is_stopped:
             return None
         if (faults := armed()) is not None:
@@ -210,7 +210,7 @@ class TrainingLoop:
         return self.line.is_published(self.progress.step)
 
     async def _publish(self) -> None:
-        # Told to stop, it does not wait for a gateway that may be gone.
+        # Once stopped, it does not wait for a gateway that may be gone.
         await self._control.unless_stopped(self._publisher.settled())
         if not self._publisher.is_idle:
             return

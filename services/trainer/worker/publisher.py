@@ -1,7 +1,7 @@
 """Publishes policy versions: a snapshot in shared memory, announced to the gateway, sent to the members of each epoch.
 
 It runs beside training. The loop waits for it only when the next version is due and the last one is not settled yet.
-The gateway decides who takes part and when an epoch is closed; here its decisions are followed, and what is asked for
+The gateway decides on the members and when an epoch is closed; here its decisions are followed, and what is asked for
 may be repeated.
 """
 
@@ -101,7 +101,7 @@ class Publisher:
             await asyncio.shield(self._task)
 
     async def close(self) -> None:
-        """Give up what is under way and leave the weight group."""
+        """Abort what is under way and leave the weight group."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task], timeout=CALL_SECONDS)
@@ -144,7 +144,7 @@ class Publisher:
     async def _offer(self, version: int, path: Path, checksum: str) -> Path:
         """Offer an image to be pulled: without a member the version is current at once. Returns where the image is.
 
-        Who offers it keeps it open, so from then on it does not matter whether somebody deletes its file.
+        The server keeps it open, so from then on its file may be deleted.
         """
         while True:
             await self._on_image(version, path, checksum)

@@ -1,7 +1,7 @@
 """Sends metrics and checkpoints to the gateway, in order, however long it is unavailable; training never waits for it.
 
 What is not sent yet is in a file, too, and the figures of a step are there before a checkpoint contains it: a worker
-that is killed would else leave steps without figures which nobody trains again.
+that is killed would else leave steps without figures that are not trained again.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Reporter:
         unsent: the file that holds the metrics that are not sent yet, one batch per line.
 
     Attributes:
-        num_lost: reports that were given up because too many waited.
+        num_lost: reports that were dropped because too many waited.
         is_replaced: another trainer, or this one in a later epoch, reports from now on, beginning with the file.
     """
 

@@ -1,4 +1,4 @@
-"""The worker's life: read the launch, train, obey orders, say how it ends."""
+"""The worker's life: read the launch, train, follow orders, report how it ends."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ class WorkerProcess:
         self._started = time.monotonic()
 
     async def run(self) -> int:
-        """Work until the supervisor says stop or the training fails; returns the exit code."""
+        """Work until the supervisor orders a stop or the training fails; returns the exit code."""
         launch = await self._read()
         if not isinstance(launch, Launch):
             raise Orphaned
@@ -111,7 +111,7 @@ class WorkerProcess:
                 raise Orphaned from None
             error = _first(group)
             if is_lost_peer(error):
-                log.exception("a rank is gone", exc_info=error)
+                log.exception("a rank is lost", exc_info=error)
                 return EXIT_PEER_LOST
             self._say_failure(error)
             return EXIT_FAILED
@@ -161,7 +161,7 @@ class WorkerProcess:
                             await self._control.until_stopped()
                         moving.cancel()
         except ToldToEnd:
-            log.info("told to end before the first step: nothing was trained, nothing is kept")
+            log.info("stopped before the first step: nothing was trained, nothing is kept")
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
@@ -283,7 +283,7 @@ def end_for_silence(answers: IO[bytes], cause: str) -> NoReturn:
 
 
 def describe_failure(error: BaseException) -> Failed:
-    """Turn what ended the training into one sentence, and say whether starting again could help."""
+    """Turn what ended the training into one sentence, and return whether a restart could help."""
     if isinstance(error, MemoryError):
         cause = f"out of memory: {error}" if str(error) else "out of memory"
         return _failed(cause, is_permanent=False)

@@ -23,7 +23,7 @@ class StepSamples:
     """Hands trained steps to the recorder; without one it keeps nothing.
 
     Args:
-        recorder: writes them; None where the spec says so.
+        recorder: writes them; None if the spec turns it off.
     """
 
     def __init__(self, recorder: SampleRecorder | None) -> None:
@@ -31,11 +31,11 @@ class StepSamples:
 
     @property
     def ended(self) -> KeepsEnded:
-        """Who keeps groups that end without being trained."""
+        """The receiver of groups that end without being trained."""
         return NothingKept() if self._recorder is None else self._recorder
 
     def figures(self) -> dict[str, float]:
-        """Return what a step's report tells of the record."""
+        """Return the record's figures for a step's report."""
         if self._recorder is None:
             return {}
         return {
@@ -93,7 +93,7 @@ def _facts(planned: StepGroups, result: StepResult, parent: str) -> dict[str, An
 
 
 def from_threads(component: str, on_failure: Callable[[Failure | None], None]) -> Callable[[str | None], None]:
-    """Make what other threads tell of a problem that ends nothing, and None once it is over."""
+    """Make a callback for other threads to report a problem that ends nothing, and None once it is over."""
     loop = asyncio.get_running_loop()
 
     def tell(problem: str | None) -> None:

@@ -44,18 +44,18 @@ class SessionDeps:
     """What a session is opened in.
 
     Attributes:
-        experiment_id, service_id: who works for what.
+        experiment_id, service_id: of this session.
         directory: the experiment's.
         incarnation: number of this trainer; None lets the data plane choose.
         gateway, endpoint, plane: the three planes.
         image_directory: where snapshots lie; None chooses shared memory.
         on_image: offers the image of a version to be pulled.
-        on_failure: told of a checkpoint that failed and is tried again, and None when that succeeded.
+        on_failure: called with the failure of a checkpoint that is retried, and with None after a success.
         on_sample_failure: likewise of samples that cannot be kept.
         on_profile_failure: likewise of a step that could not be profiled.
         job: of several ranks, which this process leads; None for a process alone.
-        on_device: told when there is something new to report of the device.
-        on_device_failure: told why the device cannot be released for now, and None when it could.
+        on_device: called when there is something new to report of the device.
+        on_device_failure: called with why the device cannot be released for now, and with None when it could.
         source_version: reads the newest version of the experiment whose groups are trained; None where it is this one.
         company: what it has in common with other sessions of this process; None: there are none.
     """
@@ -123,7 +123,7 @@ async def open_session(spec: ExperimentSpec, around: SessionDeps, control: RunCo
 
     Raises:
         FlotillaError: the spec, the model or the checkpoint cannot be used, or a later trainer took over.
-        ToldToEnd: ``control`` said so before it could take over.
+        ToldToEnd: ``control`` was stopped before it could take over.
     """
     await fetched(spec.model)
     for model in other_models(spec).values():

@@ -1,7 +1,7 @@
 """How a worker takes over: from the data plane first, then with the gateway, down to what its checkpoint leads to.
 
-    fence the earlier trainer -> load the newest whole checkpoint -> give up what does not continue it
-    -> tell the gateway what is left -> learn which versions that makes
+    fence the earlier trainer -> load the newest whole checkpoint -> abandon what does not continue it
+    -> report the rest to the gateway -> learn which versions that makes
 
 Each step may be repeated, and a crash between two of them leaves the next worker with the same to do.
 """
@@ -43,8 +43,8 @@ async def become_trainer(
     """Fence every earlier trainer off.
 
     Raises:
-        ClaimLost: the data plane knows a later one. The gateway is told: where its database is older than the data
-            plane, it appoints this trainer again with a higher number.
+        ClaimLost: the data plane knows a later one. It is reported to the gateway: where its database is older than the
+            data plane, it appoints this trainer again with a higher number.
     """
     try:
         await retry(partial(queue.take_over, incarnation), waiting_for=DATA_PLANE)
@@ -69,10 +69,10 @@ async def reconcile_with(
     experiment_id: str,
     control: RunControl,
 ) -> tuple[VersionLine, LiveSettings]:
-    """Give up what the checkpoint does not lead to, and learn which versions the lineage has, and what was changed.
+    """Abandon what the checkpoint does not lead to, and learn the lineage's versions and live changes.
 
     Raises:
-        ToldToEnd: the gateway refuses, and ``control`` says why: the experiment ends, or is another trainer's.
+        ToldToEnd: the gateway refuses, and ``control`` has the reason: the experiment ends, or is another trainer's.
     """
     progress = restored.progress
     plans = await retry(partial(queue.plans_from, 0), waiting_for=DATA_PLANE)
@@ -90,7 +90,7 @@ async def reconcile_with(
     found = await retry(partial(queue.roll_back, progress.step, given_up), waiting_for=DATA_PLANE)
     if found.waiting or found.lost:
         facts = {"step": progress.step, "plans": given_up, "waiting": found.waiting, "lost": found.lost}
-        log.warning("groups are given up that the checkpoint does not lead to", extra=facts)
+        log.warning("groups are abandoned that the checkpoint does not lead to", extra=facts)
     request = TakeoverRequest(
         step=standing.step,
         published=StandingPoint(version=restored.published.version, step=restored.published.step),

@@ -56,7 +56,7 @@ def distilled(
         found: of the rewards.
         config: the section.
         old_log_probs: [T] nats of the student, the sampler's own by default.
-        teacher_log_probs: [T] nats, whoever computed them.
+        teacher_log_probs: [T] nats.
         sequences: which tokens count.
     """
     advantages = distil(

@@ -142,7 +142,7 @@ def gpg(
 
     Args:
         scores: [S].
-        groups: who is compared.
+        groups: the sequences compared with each other.
         divisor: of every advantage.
         scale_over: ``differing_groups``: a sequence teaches where a member of its group has an advantage, which is
             ``B / (B - M)`` of the paper; ``nonzero_rewards``: where its score is not 0, as verl counts.
@@ -167,7 +167,7 @@ def gdpo(
 
     Args:
         component_scores: [S, K].
-        groups: who is compared.
+        groups: the sequences compared with each other.
         weights: [K]; absent, 1 each.
         epsilon: added to each standard deviation.
         group_of_one: see ``grpo``.

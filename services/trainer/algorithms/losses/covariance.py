@@ -35,7 +35,7 @@ def select_by_covariance(
 
     Args:
         config: fraction and band.
-        log_probs: [T] nats, over all tokens of the mini-batch where the config says ``old``.
+        log_probs: [T] nats, over all tokens of the mini-batch with the config's ``old``.
         advantages: [T].
         response_mask: [T] bool; means and the fraction are over these tokens.
         candidates: [T] bool, those of them that may be chosen; absent, all.

@@ -26,6 +26,8 @@ SUCCEED = frozenset(
     {"", "cd", "pushd", "mkdir", "set", "export", "source", ".", "echo", "pip", "pip3", "sleep", "ray", "rm", "cp"}
 )
 """Commands that a launch script takes to succeed; others before ``&&`` may be questions."""
+ARITY = re.compile(r"\$#|\$\{#\}|-z \"?\$\{?[1-9]\b")
+"""What asks whether a script has arguments."""
 UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
 DEPENDS = "whether this runs depends on `{}`, which is not known here: give NAME=VALUE for it, or the final value"
 BROKEN = "this is no bash, or a quote, a bracket, a condition, a loop or a here-document needs its end"
@@ -335,11 +337,23 @@ class _Reader:
             condition, body = _branch(branch)
             written = "elif" if branch.type == "elif_clause" else written
             holds = self._conditions.all_hold(condition) if branch.type != "else_clause" else True
+            if holds and self._asks_for_arguments(node, condition, body):
+                holds = False
             if holds is None and branch.type != "else_clause":
                 reason = self._doubt(f"{written} {_between(condition)}")
             if holds is not False:
                 self._all(body, doubt or (reason if reason is not None else None))
             is_over = holds is True and reason is None
+
+    def _asks_for_arguments(self, node: Node, condition: Sequence[Node], body: Sequence[Node]) -> bool:
+        """Whether a script ends here for want of arguments: it is read as if it had some, which are not known."""
+        script, is_script = self._script, self._depth == 0 and not self._script.arguments
+        if not (is_script and ARITY.search(_between(condition)) and any(_head(each) == "exit" for each in body)):
+            return False
+        why = "an argument of the script is not known here: write the value in its place"
+        for name in map(str, range(1, 10)):
+            script.unknown[name] = problem(script.where(node), f"${name}", why)
+        return True
 
     def _case(self, node: Node, doubt: str | None) -> None:
         subject = node.child_by_field_name("value")

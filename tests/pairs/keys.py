@@ -28,6 +28,7 @@ APART: Mapping[str, tuple[str, ...]] = {
         "algorithm.distillation.coefficient", "algorithm.distillation.value_clamp",
         "algorithm.distillation.pure", "algorithm.value_loss.clip",
         "algorithm.value_loss.aggregation.*", "algorithm.value_loss.learning_rate",
+        "algorithm.value_loss.warmup_updates",
         "optimisation.learning_rate", "optimisation.min_learning_rate_ratio", "optimisation.betas",
         "optimisation.epsilon", "optimisation.weight_decay", "optimisation.max_grad_norm", "optimisation.decay_all",
         "optimisation.warmup_start_ratio", "optimisation.decay_updates", "optimisation.wsd_decay_updates",

@@ -258,6 +258,11 @@ REFERENCE_ROWS: tuple[Parameter, ...] = (
 CRITIC_ROWS: tuple[Parameter, ...] = (
     applied("critic.optim.lr", "algorithm.value_loss.learning_rate", number, "peak learning rate of the critic",
             example=2e-5, default=1e-5, context=WITH_GAE),
+    translated("critic.optim.lr_warmup_steps", "algorithm.value_loss.warmup_updates", integer,
+               "in updates, as the policy's", example=5, default=-1, context=WITH_GAE),
+    translated("critic.optim.lr_warmup_steps_ratio", "algorithm.value_loss.warmup_updates", share,
+               "share of the steps, in updates; lr_warmup_steps above 0 wins", example=0.2, default=0.0,
+               context=WITH_GAE),
     applied("critic.cliprange_value", "algorithm.value_loss.clip", number, "how far a value may move", example=0.2,
             default=0.5, context=WITH_GAE),
     translated("critic.loss_agg_mode", "algorithm.value_loss.aggregation.mode", text, "as for the actor",

@@ -96,6 +96,7 @@ ENGINES = frozenset({"rollout.nnodes", "rollout.n_gpus_per_node"})
 """Keys of the trainers that have engines of their own; one-step-off takes a batch size, fully asynchronous none."""
 ASYNC_ONLY = frozenset({"rollout.total_rollout_steps", "rollout.test_freq"})
 PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|accelerate|ray|uv|bash|sh|source|\.)")
+TRAINER = re.compile(r"\bmain_(?:ppo|dapo|eval|generation)\w*|\bfully_async_main\b|\bsft_trainer\b")
 MAX_ABOVE = 8
 
 
@@ -149,6 +150,11 @@ def find_launch(script: Script, source: str, program: int | None = None) -> Laun
         name = started[0][1] if started else " ".join(programs[0].words[:3])
         raise problem(source, name, f"no trainer of verl is started here (known are {', '.join(TRAINERS)})")
     return None
+
+
+def is_started(text: str) -> bool:
+    """Whether a script names a trainer outside of comments, be it where it is not reached."""
+    return any(TRAINER.search(line) is not None for line in text.splitlines() if not line.lstrip().startswith("#"))
 
 
 def _answered_and_scored(started: Sequence[tuple[Command, str, int]]) -> Launch | None:

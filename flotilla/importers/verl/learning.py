@@ -11,7 +11,7 @@ from flotilla.importers.verl import gdpo
 from flotilla.importers.verl.actor import ACTOR
 from flotilla.importers.verl.algorithm import ALGORITHM, CORRECTION
 from flotilla.importers.verl.distillation import is_pure
-from flotilla.importers.verl.rules import Fields, is_fully_async
+from flotilla.importers.verl.rules import Fields, critics_warmup, is_fully_async
 from flotilla.importers.verl.trainer import ASYNC
 
 Section = dict[str, Any]
@@ -351,6 +351,7 @@ def critic(source: Source) -> Fields:
             **({} if path == policy else {"path": path}),
             "clip": source.value("critic.cliprange_value"),
             "learning_rate": source.required("critic.optim.lr"),
+            **({} if (warmup := critics_warmup(source)) is None else {"warmup_updates": warmup}),
             "warmup_steps": source.required("trainer.critic_warmup"),
             "aggregation": _aggregation(source, "critic.loss_agg_mode"),
         }

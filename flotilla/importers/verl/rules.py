@@ -160,12 +160,27 @@ def schedule(source: Source) -> Fields:
             else f"optimisation.steps: the prompts do not make one step: {_way_to_a_step(source)}"
         )
         return fields
-    warmup = source.value(f"{MEGATRON}.lr_warmup_steps")
-    if warmup is None or warmup <= 0:
-        warmup = int(source.required(f"{MEGATRON}.lr_warmup_steps_ratio") * total)
+    warmup = warmup_of(source, MEGATRON, total)
     if warmup and rate and (first := source.value(f"{MEGATRON}.lr_warmup_init")):
         fields["optimisation.warmup_start_ratio"] = first / rate
     return fields | {"optimisation.steps": total, "optimisation.warmup_updates": warmup * updates}
+
+
+def warmup_of(source: Source, section: str, total: int) -> int:
+    """Return the steps of a warm-up, of the policy's optimiser or the critic's."""
+    warmup = source.value(f"{section}.lr_warmup_steps")
+    if warmup is None or warmup <= 0:
+        warmup = source.required(f"{section}.lr_warmup_steps_ratio") * total
+    return int(warmup)
+
+
+def critics_warmup(source: Source) -> int | None:
+    """Return the updates of the critic's warm-up; None where they are the policy's, or the steps are not known."""
+    total = steps(source)
+    if not total:
+        return None
+    own, policys = (warmup_of(source, section, total) for section in ("critic.optim", MEGATRON))
+    return None if own == policys else own * mini_batches(source) * int(source.required(f"{ACTOR}.ppo_epochs"))
 
 
 def _decays_all(source: Source) -> bool:

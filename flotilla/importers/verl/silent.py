@@ -106,7 +106,7 @@ VALUES: Mapping[tuple[str, ...], Mapping[str, tuple[Any, ...]]] = {
         "exp_avg_dtype": ("fp32",), "exp_avg_sq_dtype": ("fp32",), "lr_decay_ratio": (1.0,),
         "lr_decay_steps": (None,), "lr_decay_style": ("constant",), "lr_min": (0.0,),
         "lr_scheduler_type": ("constant", "cosine",), "lr_start": (0.0,), "lr_warmup_init": (0.0,),
-        "lr_warmup_steps": (-1,), "lr_warmup_steps_ratio": (0.0,), "lr_wsd_decay_steps": (None,),
+        "lr_wsd_decay_steps": (None,),
         "lr_wsd_decay_style": ("exponential",), "main_grads_dtype": ("fp32",), "min_lr": (0.0,),
         "min_lr_factor": (0.0,), "min_lr_ratio": (0.0,), "muon_coefficient_type": ("quintic",),
         "muon_extra_scale_factor": (1.0,), "muon_fp32_matmul_prec": ("medium",),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flotilla.importers.composition import Beside, Composition
-from flotilla.importers.hydra import apply_hydra_overrides, as_given
+from flotilla.importers.hydra import apply_hydra_overrides, as_given, problem
 from flotilla.importers.parameter import UNSET, Inherit, ignored
 from flotilla.importers.shell import given_variables, read_script
 from flotilla.importers.source import Given, Source, System, make_system
@@ -34,6 +34,10 @@ from flotilla.importers.verl import (
     trainer,
 )
 
+NOT_REACHED: Final = (
+    "no trainer of verl is started here: the script ends before, or starts one in a branch that is not taken; give the "
+    "variable that this depends on as NAME=VALUE"
+)
 VALIDATION_ONLY: Final = "trainer.val_only"
 KEPT: Final = ("name", "seed", "model", "data", "rollout", "reward", "samples", "tracking", "evaluation")
 """Sections that say how problems are answered and graded, and how that is kept."""
@@ -152,6 +156,8 @@ def _from_script(
     if found is None:  # a fragment without a command: its variables are all that there is
         known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
         flat = {name: value for name, value in script.variables.items() if name in known}
+        if launch.is_started(text) or not flat:
+            raise problem(source, "nothing", NOT_REACHED)
         return _resolved(flat, [], dotted, {}, environment, where="script")
     flat, refusals = launch.config_values(found, beside, OWN)
     refusals = [*launch.program_given(found), *refusals, *found.refusals]

@@ -99,11 +99,11 @@ class Critic:
             self.optimizer = self._new_optimizer()
 
     def _own(self, optimisation: OptimisationConfig) -> OptimisationConfig:
-        rate = self.config.learning_rate
-        return optimisation if rate is None else optimisation.model_copy(update={"learning_rate": rate})
+        own = {"learning_rate": self.config.learning_rate, "warmup_updates": self.config.warmup_updates}
+        return optimisation.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     def follow(self, optimisation: OptimisationConfig) -> None:
-        """Take the policy's learning rate, unless it has its own, schedule and clip from another section."""
+        """Take another section's schedule and clip, and learning rate and warm-up unless it has its own."""
         self._optimisation = self._own(optimisation)
         self.optimizer.follow(self._optimisation)
 

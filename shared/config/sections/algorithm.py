@@ -209,6 +209,8 @@ class ValueLossConfig(Config):
     """Steps in which only the critic learns."""
     learning_rate: float | None = Field(None, gt=0)
     """Peak learning rate of the critic; null takes the policy's. A critic's head starts from nothing and takes more."""
+    warmup_updates: int | None = Field(None, ge=0)
+    """Updates over which the critic's learning rate rises; null takes the policy's. Start and schedule are shared."""
     path: str | None = Field(None, min_length=1)
     """The model that the critic begins as: a directory in Hugging Face format, or a name on the hub, of the policy's
     architecture and tokenizer. Of a reward model it takes the head, too. Null: the policy's body."""

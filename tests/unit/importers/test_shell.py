@@ -50,6 +50,8 @@ def words(text: str, **fixed: str) -> list[str]:
         ("set -- p q r\nrun \"${@:2}\" ${@:1:1}", ["run", "q", "r", "p"]),
         ('L=(a b c d)\nrun "${L[@]:1:2}" ${L[@]:3}', ["run", "b", "c", "d"]),
         ('eval "$(conda shell.bash hook)"\nconda activate x\nrun', ["run"]),
+        ('if [ "$#" -lt 2 ]; then echo usage; exit 1; fi\nN=$1\nshift 2\nrun a "$@"', ["run", "a"]),
+        ('if [ -z "$1" ]; then exit 1; fi\nrun a', ["run", "a"]),
         ("if [ $NODE_RANK == 0 ]; then run head; else run ${RANK}; fi", ["run", "head"]),
         ("read -r -d '' C <<'EOF'\nmod $A\nEOF\nrun $C", ["run", "mod", "$A"]),
         ("read -r -d '' C <<EOF\nmod --a 1 \\\n --b 2\nEOF\nrun $C", ["run", "mod", "--a", "1", "--b", "2"]),
@@ -59,6 +61,14 @@ def test_words_are_expanded_as_a_shell_does(text: str, expected: list[str]) -> N
     found = read_script(text, {}, source="run.sh").commands
 
     assert expected in [command.words for command in found if command.problem is None]
+
+
+def test_an_argument_that_a_script_asks_for_is_not_known() -> None:
+    text = 'if [ "$#" -lt 2 ]; then exit 1; fi\nN=$1\nrun a=$N b=1 c=$2'
+
+    found = read_script(text, {}, source="run.sh").commands[-1]
+
+    assert found.words[2] == "b=1" and list(found.unknown) == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from flotilla.importers.build import Imported, look_up
 from flotilla.importers.parameter import UNSET, Inherit, Parameter, Verdict
 from flotilla.importers.systems import SYSTEMS
 from flotilla.importers.values import same
+from flotilla.importers.verl.releases import IN_REWARD, OLDER
 from flotilla.importers.verl.trainer import FULLY_ASYNC
 from flotilla.shared.config.spec import ExperimentSpec
 from tests.unit.importers.sources import BASES, import_flat, rows_with
@@ -25,7 +26,8 @@ def resolved_base(system: str, name: str) -> dict[str, Any]:
 
 
 def base_of(system: str, name: str) -> dict[str, Any]:
-    return {**BASES[system], **(FULLY_ASYNC if name.startswith("async_training.") else {})}
+    today = {IN_REWARD: False} if name in OLDER else {}  # else it says that the file is of an older release
+    return {**BASES[system], **today, **(FULLY_ASYNC if name.startswith("async_training.") else {})}
 
 
 def rows_of(system: str, *verdicts: Verdict) -> list[Parameter]:

@@ -99,6 +99,22 @@ def test_it_learns_and_goes_on_with_the_same_bits(reward_model: Path, tmp_path: 
     assert first.metrics["value/mean"] != 0, "a reward model's head has scores at once"
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, 2), (0, 0), (4, 4)])
+def test_its_warm_up_is_the_policys_unless_it_has_its_own(own: int | None, expected: int) -> None:
+    spec = a_spec(
+        model={"path": str(tiny_model())},
+        algorithm={"advantage": {"kind": "gae"}, "value_loss": {"warmup_updates": own}},
+        optimisation={"steps": 9, "groups_per_mini_batch": 2, "learning_rate": 1e-3, "warmup_updates": 2},
+    )
+    learner = beginning(spec, CPU).learner
+    assert learner.critic is not None
+
+    learner.train(uneven_groups(2, seed=1), 1)
+
+    rate = learner.critic.optimizer._adam.param_groups[0]["lr"]
+    assert rate == pytest.approx(1e-3 / max(expected, 1))
+
+
 def test_another_architecture_or_tokenizer_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "gpt2"
     shutil.copytree(tiny_model(), other)

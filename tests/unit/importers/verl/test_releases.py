@@ -84,6 +84,18 @@ def test_a_batch_smaller_than_a_mini_batch_is_one_update() -> None:
     assert not imported(**{"data.train_batch_size": 48}).may_run()
 
 
+@pytest.mark.parametrize(
+    ("policys", "critics", "expected"), [(0.5, 0.25, 8), (0.5, 0.5, None), (0.25, 0.0, 0), (0.0, 0.0, None)]
+)
+def test_a_critic_warms_up_over_updates_of_its_own(policys: float, critics: float, expected: int | None) -> None:
+    found = imported(**{"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 16,
+                        f"{ACTOR}.optim.lr_warmup_steps_ratio": policys,
+                        "critic.optim.lr_warmup_steps_ratio": critics})  # fmt: skip
+
+    assert found.may_run(), found.report.render()
+    assert found.document["algorithm"]["value_loss"].get("warmup_updates") == expected
+
+
 def test_the_older_name_of_the_recipe_dapo_draws_and_filters() -> None:
     found = imported("recipe.dapo.src.main_dapo", **{"data.gen_batch_size": 192, "algorithm.filter_groups.enable": True,
                      "algorithm.filter_groups.metric": "acc"})  # fmt: skip
@@ -91,6 +103,18 @@ def test_the_older_name_of_the_recipe_dapo_draws_and_filters() -> None:
     assert found.may_run(), found.report.render()
     assert found.document["reward"]["filter_zero_spread"] is True
     assert found.document["asynchrony"]["require_batches"] == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'MODEL_PATH=m\nif [ "$SURE" != YES ]; then exit 1; fi\npython3 -m verl.trainer.main_ppo a.b=1',
+        "echo nothing here",
+    ],
+)
+def test_a_script_that_does_not_reach_its_trainer_becomes_no_spec_of_defaults(text: str) -> None:
+    with pytest.raises(InvalidSpec, match="no trainer of verl is started here"):
+        read("verl", text, (), {}, source="run.sh")
 
 
 @pytest.mark.parametrize("written", ["False", "-1"])

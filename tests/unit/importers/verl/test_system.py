@@ -19,7 +19,9 @@ SILENT: dict[str, Any] = {
 }
 KEYS = {"data.image_key": "images", "data.video_key": "videos", "data.audio_key": "audios"}
 READ = {
-    "actor_rollout_ref.actor.calculate_sum_pi_squared": False, "reward_model.param_offload": False,
+    "actor_rollout_ref.actor.calculate_sum_pi_squared": False, "critic.optim.lr_warmup_steps": -1,
+    "critic.optim.lr_warmup_steps_ratio": 0.0,
+    "reward_model.param_offload": False,
     "actor_rollout_ref.actor.sum_pi_squared_checkpointing": False, "actor_rollout_ref.ref.param_offload": False,
     "actor_rollout_ref.rollout.chat_scheduler": None, "actor_rollout_ref.rollout.moe_tensor_parallel_size": 1,
     "actor_rollout_ref.actor.checkpoint.strict": True,

@@ -8,7 +8,8 @@ issues another in its place.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,6 +82,8 @@ class RewardConsumer:
         self._concurrency = concurrency
         self._claiming = asyncio.Event()
         self._arranged: dict[Claim, Hop] = {}
+        self._sending = Counter[Hop]()
+        """How many groups have been graded and are on their way."""
         self.in_work = 0
         self._lost = LostClaims("claims were lost, their gradings were ended")
         self.graded_samples = 0
@@ -142,9 +145,14 @@ class RewardConsumer:
             in_work -= 1
             has_room.set()
 
+        def is_full() -> bool:
+            # What is on its way to the next stream makes room in a moment: there is one claim for all of it, not one
+            # for each. The other half goes on being graded meanwhile.
+            return in_work >= self._concurrency or (self._sending[lane.hop] > 0 and 2 * in_work > self._concurrency)
+
         while True:
             await self._claiming.wait()
-            while in_work >= self._concurrency:
+            while is_full():
                 has_room.clear()
                 await has_room.wait()
             try:
@@ -262,10 +270,17 @@ class RewardConsumer:
         return await self._resolve(hop, claim, resolution, reason)
 
     async def _forward(self, hop: Hop, claim: Claim, group: Group) -> bool:
-        return await retry(partial(hop.forward, claim, group), waiting_for=DATA_PLANE)
+        return await self._sent(hop, partial(hop.forward, claim, group))
 
     async def _resolve(self, hop: Hop, claim: Claim, resolution: Resolution, reason: str) -> bool:
-        return await retry(partial(hop.resolve, claim, resolution, reason), waiting_for=DATA_PLANE)
+        return await self._sent(hop, partial(hop.resolve, claim, resolution, reason))
+
+    async def _sent(self, hop: Hop, send: Callable[[], Awaitable[bool]]) -> bool:
+        self._sending[hop] += 1
+        try:
+            return await retry(send, waiting_for=DATA_PLANE)
+        finally:
+            self._sending[hop] -= 1
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
         # If this fails too, the lease ends and somebody else takes the claim over.

@@ -15,7 +15,7 @@ from flotilla.shared.config.sections.reward import RewardConfig
 from flotilla.shared.schemas.grading import Grade, GradingSample
 from flotilla.shared.schemas.sample_kinds import SampleKind
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group
-from flotilla.shared.streams.hop import HopName, StreamsConfig
+from flotilla.shared.streams.hop import Claim, HopName, StreamsConfig
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.streams.memory.plane import MemoryDataPlane
 from flotilla.shared.testing.absence import cancel_on_claim, make_absent
@@ -331,3 +331,67 @@ async def test_a_group_is_filtered_by_the_rules_that_it_carries() -> None:
     assert trained == {1, 2, 4}
     assert ledger.filtered == {"mean_in_range": 1, "spread_above": 1}
     assert {group_id: reason for group_id, _, reason in world.kept.groups} == {0: "mean_in_range", 3: "spread_above"}
+
+
+class HeldUp(World):
+    """Eight groups wait to be graded, and each is held up until it may go on: while it is graded, or sent on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, in_grading: bool) -> None:
+        super().__init__(by_index, RewardConfig())
+        self.may_go = [asyncio.Event() for _ in range(8)]
+        self.held: list[int] = []
+        self.claimed: list[int] = []
+        score, forward, claim = self.verifier.score, self.hop.forward, self.hop.claim
+
+        async def scoring(samples: Sequence[GradingSample]) -> list[Grade]:
+            if in_grading:
+                await self._pass(int(samples[0].id.partition("/")[0]))
+            return await score(samples)
+
+        async def forwarding(claimed: Claim, group: Group) -> bool:
+            if not in_grading:
+                await self._pass(group.task.group_id)
+            return await forward(claimed, group)
+
+        async def claiming(count: int = 1, *, wait_seconds: float) -> list[Claim]:
+            self.claimed.append(count)
+            return await claim(count, wait_seconds=wait_seconds)
+
+        monkeypatch.setattr(self.verifier, "score", scoring)
+        monkeypatch.setattr(self.hop, "forward", forwarding)
+        monkeypatch.setattr(self.hop, "claim", claiming)
+
+    async def _pass(self, group_id: int) -> None:
+        self.held.append(group_id)
+        await self.may_go[group_id].wait()
+
+    async def ends(self, number: int) -> None:
+        """Let one go on, and wait until it is scored."""
+        self.may_go[number].set()
+        await self.until(lambda ledger: ledger.waiting.scored == number + 1)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+async def test_groups_that_are_on_their_way_make_room_for_one_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = HeldUp(monkeypatch, in_grading=False)
+    await world.generate(*map(a_group, range(8)))
+    async with grading(world):
+        await world.until(lambda _: len(world.held) == 4)
+        await world.ends(0)
+        assert world.claimed == [4], "three others make room in a moment"
+        await world.ends(1)
+        await world.until(lambda _: len(world.held) == 6)
+
+        assert world.claimed == [4, 2], "half of the room is free, and the other half sends"
+
+
+async def test_room_beside_groups_that_are_being_graded_is_filled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = HeldUp(monkeypatch, in_grading=True)
+    await world.generate(*map(a_group, range(8)))
+    async with grading(world):
+        await world.until(lambda _: len(world.held) == 4)
+        await world.ends(0)
+        await world.until(lambda _: len(world.held) == 5)
+
+        assert world.claimed == [4, 1], "nobody knows how long the others take"

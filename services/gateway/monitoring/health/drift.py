@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, pvariance
+from statistics import fmean
 
 from flotilla.services.gateway.monitoring.health.evidence import Evidence, Seen
 
@@ -55,8 +55,13 @@ def _moved(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     halves = values[: len(values) // 2], values[len(values) // 2 :]
     before, after = map(fmean, halves)
-    error = math.sqrt(sum(pvariance(half) / len(half) for half in halves))
+    error = math.sqrt(_variance(halves[0], before) / len(halves[0]) + _variance(halves[1], after) / len(halves[1]))
     return (before, after) if abs(after - before) > SURE * error else None
+
+
+def _variance(values: Sequence[float], mean: float) -> float:
+    """Compute the population variance; ``statistics`` computes with fractions, which takes 25 times as long."""
+    return math.fsum([(value - mean) ** 2 for value in values]) / len(values)
 
 
 def _name(series: str) -> str:

@@ -21,7 +21,7 @@ from flotilla.services.gateway.body_limits import limit_of
 from flotilla.services.gateway.store.answers import AwaitedAnswer, awaited
 from flotilla.services.gateway.store.base import Store
 from flotilla.shared.clock import Clock
-from flotilla.shared.concurrency.cancelling import cancelled_by
+from flotilla.shared.concurrency.cancelling import cancelled_with
 from flotilla.shared.errors import (
     FlotillaError,
     Forbidden,
@@ -104,7 +104,7 @@ class Guard:
                 await self._handle(scope, receive, send)
                 return
             # A read whose client has disconnected is cancelled; a change that has begun is not.
-            async with cancelled_by(lambda: asyncio.shield(connection.lost), _HungUp(), name="reader"):
+            with cancelled_with(connection.lost, _HungUp()):
                 await self._handle(scope, receive, send)
         except _HungUp:
             log.info("a reader hung up before it was answered", extra={"path": scope["path"]})

@@ -58,6 +58,30 @@ async def cancelled_by(event: Callable[[], Awaitable[object]], error: Exception,
             await asyncio.gather(waiting, return_exceptions=True)
 
 
+@contextmanager
+def cancelled_with(happening: "asyncio.Future[Any]", error: Exception) -> Iterator[None]:
+    """Cancel the block once a future is done, at no cost of a task that waits for it; see ``cancelled_by``.
+
+    Args:
+        happening: left as it is; one that is cancelled cancels nothing.
+        error: what is raised in the place of the cancellation.
+    """
+    is_over = False
+    with _Block(error) as block:
+
+        def call(done: "asyncio.Future[Any]") -> None:
+            # It may be called when the block has ended already: callbacks of a future come a turn later.
+            if not is_over and not done.cancelled():
+                block.cancel()
+
+        happening.add_done_callback(call)
+        try:
+            yield
+        finally:
+            is_over = True
+            happening.remove_done_callback(call)
+
+
 class Happening(asyncio.Event):
     """An event that cancels blocks as well, and costs them no task that waits for it."""
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from flotilla.shared.concurrency.cancelling import Happening, cancelled_by, to_the_end, until_done
+from flotilla.shared.concurrency.cancelling import Happening, cancelled_by, cancelled_with, to_the_end, until_done
 
 
 class TooLate(Exception):
@@ -97,6 +97,59 @@ async def test_an_error_of_the_block_is_told_whatever_happens() -> None:
         happening.set()
         raise KeyError
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before the block", "within it"])
+async def test_a_future_that_is_done_ends_the_block_without_a_task_that_waits_for_it(is_before: bool) -> None:
+    loop, before = asyncio.get_running_loop(), asyncio.all_tasks()
+    future: asyncio.Future[None] = loop.create_future()
+    if is_before:
+        future.set_result(None)
+    else:
+        loop.call_later(0.001, future.set_result, None)
+    with pytest.raises(TooLate), cancelled_with(future, TooLate()):
+        assert asyncio.all_tasks() == before
+        await asyncio.Event().wait()
+    current = asyncio.current_task()
+    assert current is not None and not current.cancelling()
+
+
+async def test_a_block_that_ends_as_the_future_is_done_is_not_cancelled_later() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with cancelled_with(future, TooLate()):
+        future.set_result(None)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    current = asyncio.current_task()
+    assert current is not None and not current.cancelling()
+
+
+async def test_a_future_that_is_cancelled_or_never_done_leaves_the_block_alone() -> None:
+    cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with cancelled_with(cancelled, TooLate()):
+        cancelled.cancel()
+        await asyncio.sleep(0.001)
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with pytest.raises(KeyError), cancelled_with(never, TooLate()):
+        raise KeyError
+    assert not never.done()
+
+
+async def test_a_future_that_is_done_beside_a_cancellation_from_outside_leaves_it_one() -> None:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    is_within = asyncio.Event()
+
+    async def work() -> None:
+        with cancelled_with(future, TooLate()):
+            is_within.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await is_within.wait()
+    future.set_result(None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 @pytest.mark.parametrize("times", [1, 3])

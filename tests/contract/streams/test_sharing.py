@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from flotilla.shared.errors import Unavailable
 from flotilla.shared.streams.hop import HopName, Resolution
 from flotilla.shared.streams.plane import DataPlane
 from flotilla.shared.streams.sharing import TRIMMED, SharedRead, Taken
@@ -215,3 +216,25 @@ async def test_what_may_still_come_of_the_source_is_known_to_the_trainer_that_ta
     assert await trainer.hop.resolve(claims[1], Resolution.FILTERED, "too_long")
 
     assert await trainer.lowest_open(are_taken=True) == 4
+
+
+async def test_what_was_read_in_another_life_of_a_server_has_no_effect(pair: Pair, world: World) -> None:
+    ours, theirs = await pair.taker.admission.life(), await pair.source.sharing.life()
+    assert (ours == theirs) and bool(ours) is (world.redis is not None)
+    await pair.source.sharing.subscribe("taker")
+    await scored(pair.source, 1)
+    read = await pair.source.sharing.read(0, 9)
+    assert read.life == theirs
+
+    if world.redis is not None:
+        for call in (
+            pair.taker.admission.begin_taking(1, "another"),
+            pair.taker.admission.take(read, limit=LIMIT, life="another"),
+            pair.source.sharing.confirm("taker", 1, "another"),
+        ):
+            with pytest.raises(Unavailable, match="restarted"):
+                await call
+    assert await pair.held() == [1]
+    assert await pair.taker.admission.take(read, limit=LIMIT, life=ours) == Taken(1, 1)
+    await pair.source.sharing.confirm("taker", 1, theirs)
+    assert await pair.held() == []

@@ -6,17 +6,19 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import httpx
 
+from flotilla.agents import holders
 from flotilla.shared.environment.settings import gateway_urls
 from flotilla.shared.errors import InvalidSpec, NotLeading
 from flotilla.shared.net.client.bearer_client import tls_context
-from flotilla.shared.schemas.episode import MAX_METRICS, MAX_NAME
+from flotilla.shared.schemas.episode import MAX_METRICS, MAX_NAME, GiveBackEpisodes, OpenEpisode
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ LATER = frozenset({408, 425, 429})
 AWAY = frozenset({0, 502, 503, 504})
 """Statuses of a gateway that is not there, or of one that does not lead."""
 COMPLETE_SECONDS = 60.0
+GIVE_BACK_SECONDS = 2.0
+"""Less than what is waited for an agent that is ended."""
 WAIT_SECONDS = 20.0
 PAUSE_SECONDS = 1.0
 REQUEST_SECONDS = 600.0
@@ -77,17 +81,50 @@ async def play_all(gateway: str, experiment: str, token: str, play: Play, *, par
     limits = httpx.Limits(max_connections=parallel)
     async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, verify=tls_context()) as client:
         gateways = Gateways(gateway, client)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_play(gateways, experiment, token, play)) for _ in range(parallel)]
+        async with _holding(gateways, experiment, token) as holder, asyncio.TaskGroup() as group:
+            playing = [_play(gateways, experiment, token, play, holder) for _ in range(parallel)]
+            tasks = [group.create_task(each) for each in playing]
         return sum(task.result() for task in tasks)
 
 
-async def _play(gateways: "Gateways", experiment: str, token: str, play: Play) -> int:
+@asynccontextmanager
+async def _holding(gateways: "Gateways", experiment: str, token: str) -> AsyncIterator[str | None]:
+    """Have a name as a holder, and give back what it holds at the end; first what those hold who had no end of theirs.
+
+    None where there is no place for such names: episodes are given up with their leases there.
+    """
+
+    async def give_back(name: str) -> bool:
+        path = f"/v1/experiments/{experiment}/episodes/give-back"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GIVE_BACK_SECONDS):
+                status, _ = await gateways.post(path, token, GiveBackEpisodes(holder=name).model_dump())
+                return status == 200 or status in NO_MORE
+        return False
+
+    with ExitStack() as stack:
+        try:
+            folder = holders.folder_of(experiment)
+            holder = stack.enter_context(holders.held(folder))
+        except OSError as error:
+            log.warning("episodes of agents that die wait for their leases", extra={"error": str(error)})
+            yield None
+            return
+        with holders.left_by_ended(folder) as ended:
+            for name in list(ended):
+                if await give_back(name):
+                    ended.remove(name)
+        try:
+            yield holder
+        finally:
+            await give_back(holder)
+
+
+async def _play(gateways: "Gateways", experiment: str, token: str, play: Play, holder: str | None = None) -> int:
     done, is_known = 0, False
+    wanted = OpenEpisode(wait_seconds=WAIT_SECONDS, holder=holder).model_dump(exclude_none=True)
     while True:
-        status, found = await gateways.post(
-            f"/v1/experiments/{experiment}/episodes", token, {"wait_seconds": WAIT_SECONDS}
-        )
+        status, found = await gateways.post(f"/v1/experiments/{experiment}/episodes", token, wanted)
         if status in NO_MORE:
             # Where it never was otherwise, the experiment or the token may be a wrong one.
             facts = {"status": status, "detail": _why(found)}

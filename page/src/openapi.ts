@@ -371,6 +371,14 @@ export interface components {
             };
         };
         /**
+         * EpisodesGivenBack
+         * @description What was given back; it is handed out again at once.
+         */
+        EpisodesGivenBack: {
+            /** Episode Ids */
+            episode_ids: string[];
+        };
+        /**
          * Event
          * @description Something that happened to an experiment; ``id`` grows and is the ``Last-Event-ID`` of the event stream.
          */

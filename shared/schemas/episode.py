@@ -11,6 +11,7 @@ from flotilla.shared.schemas.wire import TolerantWire
 LONGEST_WAIT_SECONDS: Final = 30.0
 MAX_METRICS: Final = 32
 MAX_NAME: Final = 200
+HOLDER: Final = r"^[A-Za-z0-9_-]{16,128}$"
 MetricName = Annotated[str, Field(max_length=MAX_NAME)]
 
 
@@ -19,6 +20,8 @@ class OpenEpisode(TolerantWire):
 
     wait_seconds: float = Field(0.0, ge=0)
     """How long to wait for a task where there is none now; cut to 30."""
+    holder: str | None = Field(None, pattern=HOLDER)
+    """Who plays it: a name that nobody else knows, by which all that it holds is given back when it has ended."""
 
 
 class BeginEpisode(OpenEpisode):
@@ -87,6 +90,19 @@ class EpisodeReward(TolerantWire):
     reward: Reward
     metrics: dict[MetricName, FiniteFloat] = Field(default_factory=dict, max_length=MAX_METRICS)
     """Free numbers for charts; they do not enter the reward."""
+
+
+class GiveBackEpisodes(TolerantWire):
+    """Gives back what somebody holds who has ended."""
+
+    holder: str = Field(pattern=HOLDER)
+    """That the episodes were begun with; it begins no others."""
+
+
+class EpisodesGivenBack(TolerantWire):
+    """What was given back; it is handed out again at once."""
+
+    episode_ids: tuple[str, ...]
 
 
 class CompleteEpisode(TolerantWire):

@@ -109,6 +109,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
     ("GET", f"{EXPERIMENT}/profiles"): READING,
     ("GET", f"{EXPERIMENT}/profiles/{{name}}"): READING,
     ("POST", f"{EXPERIMENT}/episodes"): Rule(frozenset({Scope.AGENT})),
+    ("POST", f"{EXPERIMENT}/episodes/give-back"): Rule(frozenset({Scope.AGENT})),
     ("GET", f"{EXPERIMENT}/episodes"): READING,
     ("POST", "/v1/episodes/{episode_id}/complete"): ACTING,
     ("POST", "/v1/episodes/{episode_id}/reward"): ACTING,

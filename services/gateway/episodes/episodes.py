@@ -10,7 +10,7 @@ import json
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from flotilla.services.gateway.access.quotas import check_episodes
@@ -39,6 +39,7 @@ from flotilla.shared.schemas.episode import (
     CompleteEpisode,
     EndedEpisode,
     EpisodeReward,
+    EpisodesGivenBack,
     HandedOutEpisode,
     OpenedEpisode,
     OpenEpisode,
@@ -133,6 +134,7 @@ class _Call:
         name: made of its key of idempotency; None without one.
         may_be_repeated: whether a call of this name may have begun an episode before.
         silent: rollouts that did not answer it in time, by id: it does not wait for them again.
+        holder: who plays what it begins.
     """
 
     whose: str
@@ -140,6 +142,7 @@ class _Call:
     name: str | None = None
     may_be_repeated: bool = False
     silent: set[str] = field(default_factory=set)
+    holder: str | None = None
 
 
 @dataclass(slots=True)
@@ -200,7 +203,7 @@ class Episodes:
         if experiment.spec.rollout.agents is None:
             raise InvalidRequest(f"experiment {experiment_id} is not for agents: its spec has no rollout.agents")
         end = self._clock.monotonic() + min(wanted.wait_seconds, LONGEST_WAIT_SECONDS)
-        call = self._call_of(experiment_id, who, key, end)
+        call = replace(self._call_of(experiment_id, who, key, end), holder=wanted.holder)
         async with self._turn_of(call):
             opened = await self._opened(experiment, call)
         self._handed.add(who.actor, opened.episode_id, self._clock.now() + opened.seconds)
@@ -285,7 +288,7 @@ class Episodes:
             return None
         least, most = KNOWN_SECONDS
         seconds = max(least, min(most, call.end - self._clock.monotonic()))
-        wanted = BeginEpisode(key=call.name, only_known=True)
+        wanted = BeginEpisode(key=call.name, only_known=True, holder=call.holder)
         services = [each for each in self.rollouts.at_work(experiment.id) if each.id == holder]
         if not services or self._is_early():
             # What an earlier gateway was told another may know, whoever was asked last.
@@ -309,7 +312,7 @@ class Episodes:
             service = services[(self._turn + number) % len(services)]
             left = max(0.0, min(SLICE_SECONDS, call.end - self._clock.monotonic()))
             wait = left if number == len(services) - 1 else 0.0
-            wanted = BeginEpisode(wait_seconds=wait, key=call.name)
+            wanted = BeginEpisode(wait_seconds=wait, key=call.name, holder=call.holder)
             opened = await self._asked(service, experiment, wanted, call, CALL_SECONDS)
             # One that fell silent may have begun one: no other does.
             if opened is not None or self._holder(experiment, call) is not None:
@@ -395,6 +398,32 @@ class Episodes:
             raise
         self._handed.end(name.text)
         return ended
+
+    async def give_back(self, experiment_id: str, holder: str, who: Principal) -> EpisodesGivenBack:
+        """Have handed out again at once what somebody holds who has ended, by whichever rollout.
+
+        Raises:
+            NotFound: there is no such experiment.
+            Forbidden: who asks has the key of one episode.
+            FlotillaError: a rollout does not say; the others were told.
+        """
+        if who.subject is not None:
+            raise Forbidden("this is the key of one episode: who gives back has the token that began it")
+        self._repository.get(experiment_id)
+        path, body = f"/v1/experiments/{experiment_id}/episodes/give-back", {"holder": holder}
+        asking = [self.rollouts.call(each, path, body) for each in self.rollouts.at_work(experiment_id)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        given: list[str] = []
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                given += EpisodesGivenBack.model_validate(answer).episode_ids
+        for episode_id in given:
+            self._handed.end(episode_id)
+        for answer in answers:
+            # One that works for others now, or is too old to know holders, has nothing of this one.
+            if isinstance(answer, BaseException) and not (isinstance(answer, FlotillaError) and answer.status == 404):
+                raise answer
+        return EpisodesGivenBack(episode_ids=tuple(given))
 
     async def reward(self, name: EpisodeName, given: EpisodeReward) -> None:
         """Take a reward that comes after the end of its episode; the same one again changes nothing.

@@ -19,7 +19,15 @@ from flotilla.shared.errors import FlotillaError, InvalidRequest, Unavailable
 from flotilla.shared.net.authorisation.access import Principal
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
 from flotilla.shared.net.server.serving import PROBLEM_JSON
-from flotilla.shared.schemas.episode import CompleteEpisode, EndedEpisode, EpisodeReward, HandedOutEpisode, OpenEpisode
+from flotilla.shared.schemas.episode import (
+    CompleteEpisode,
+    EndedEpisode,
+    EpisodeReward,
+    EpisodesGivenBack,
+    GiveBackEpisodes,
+    HandedOutEpisode,
+    OpenEpisode,
+)
 
 router = APIRouter(tags=["agents"])
 
@@ -52,6 +60,14 @@ async def begin(
     # Nobody would work in what is begun for one who has gone.
     async with cancelled_by(lambda: _hung_up(request.receive), Unavailable("the caller has gone"), name="agent"):
         return await gateway.episodes.open(experiment_id, wanted, _principal(request), base_url, key)
+
+
+@router.post("/experiments/{experiment_id}/episodes/give-back")
+async def give_back(
+    experiment_id: str, given: GiveBackEpisodes, gateway: Gateway, request: Request
+) -> EpisodesGivenBack:
+    """Hand out again at once what an agent holds that has ended; what it has started is refused from then on."""
+    return await gateway.episodes.give_back(experiment_id, given.holder, _principal(request))
 
 
 @router.get("/experiments/{experiment_id}/episodes")

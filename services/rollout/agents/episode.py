@@ -216,7 +216,10 @@ class Episode:
         # Also those whose place in ``_turns`` the same request took, sent again as another one.
         self._unrecorded: set[_Turn] = set()
         self._responses: dict[str, tuple[Mapping[str, Any], ...]] = {}
-        self._is_ending = False
+        self.is_ending = False
+        """Whether it is being completed."""
+        self.holder: str | None = None
+        """Who plays it, by a name that it has given itself."""
         self._end: Ended | None = None
         self.num_turns = 0
 
@@ -224,18 +227,18 @@ class Episode:
     def ends_at(self) -> float:
         """When it is abandoned unless something is heard of its agent; an agent that waits for us is not silent."""
         latest = self._began + self._config.episode_seconds
-        if self._is_ending:
+        if self.is_ending:
             return float("inf")
         return latest if self._num_under_way else min(latest, self._heard + self._config.lease_seconds)
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
         """Keep it open while it is ended."""
-        self._is_ending = True
+        self.is_ending = True
         try:
             yield
         finally:
-            self._is_ending = False
+            self.is_ending = False
             self._heard = self._clock()
 
     def close(self, how: Ended) -> None:

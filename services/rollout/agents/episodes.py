@@ -87,6 +87,7 @@ class _Member:
     """One episode of a group, however often it is begun."""
 
     attempts: int = 0
+    num_given_back: int = 0
     episode: Episode | None = None
     trajectories: tuple[Trajectory, ...] = ()
     is_over: bool = False
@@ -94,6 +95,10 @@ class _Member:
     @property
     def is_offered(self) -> bool:
         return not self.is_over and self.episode is None
+
+    def is_spent(self, max_attempts: int) -> bool:
+        """Tell whether it is handed out no more; what died with its agent counts only once it is as many again."""
+        return self.attempts - min(self.num_given_back, max_attempts) >= max_attempts
 
 
 @dataclass(eq=False)
@@ -150,6 +155,8 @@ class AgentEpisodes:
         self._open: dict[str, tuple[Episode, _Offer, _Member]] = {}
         self._ended: OrderedDict[str, EndedEpisode] = OrderedDict()
         self._by_key: OrderedDict[str, tuple[Task, OpenedEpisode]] = OrderedDict()
+        self._given_back: OrderedDict[str, None] = OrderedDict()
+        """Episodes and holders."""
 
     def to_load(self) -> dict[str, float]:
         """Make gauges of where the episodes are, with those that wait for an agent."""
@@ -209,7 +216,7 @@ class AgentEpisodes:
             if episode is None or now < episode.ends_at:
                 continue
             self._close(member, Ended.ABANDONED)
-            member.is_over = member.attempts >= config.max_attempts
+            member.is_over = member.is_spent(config.max_attempts)
             offer.changed.set()
 
     async def _wait(self, offer: _Offer) -> None:
@@ -252,23 +259,29 @@ class AgentEpisodes:
             raise EpisodesAbandoned(f"none of the {task.group_size} episodes of task {task.group_id} was finished")
         return Group(task, trajectories, prompt)
 
-    async def open(self, wait_seconds: float, key: str | None = None, *, only_known: bool = False) -> OpenedEpisode:
+    async def open(
+        self, wait_seconds: float, key: str | None = None, *, only_known: bool = False, holder: str | None = None
+    ) -> OpenedEpisode:
         """Begin an episode of the group that was begun first and has one to hand out.
 
         Args:
             key: of the call; what was begun by it and is open is handed out again.
             only_known: begin none.
+            holder: who plays it.
 
         Raises:
             NoTask: there was none within the time.
+            EpisodeGone: the holder has ended.
         """
         try:
             async with asyncio.timeout(min(wait_seconds, LONGEST_WAIT_SECONDS)), self._offered:
                 await self._offered.wait_for(lambda: only_known or self._known(key) or self._next() is not None)
+                if holder is not None and holder in self._given_back:
+                    raise EpisodeGone("what this holder had was given back, since it had ended: it gets no other one")
                 known = self._known(key)
                 if known is None and only_known:
                     raise NoTask("no episode that is open was begun by this key")
-                task, opened = known or self._begin()
+                task, opened = known or self._begin(holder)
                 if key is not None:
                     if task.images:
                         # Those of episodes that have ended are of no use, and hold their images.
@@ -301,7 +314,7 @@ class AgentEpisodes:
                     return offer, index
         return None
 
-    def _begin(self) -> tuple[Task, OpenedEpisode]:
+    def _begin(self, holder: str | None) -> tuple[Task, OpenedEpisode]:
         found = self._next()
         assert found is not None
         offer, index = found
@@ -322,6 +335,7 @@ class AgentEpisodes:
             attempt=member.attempts,
         )
         member.episode = episode
+        episode.holder = holder
         self._open[episode.id] = (episode, offer, member)
         self.counts.opened += 1
         offer.changed.set()
@@ -356,6 +370,27 @@ class AgentEpisodes:
         offer.failure = error
         offer.changed.set()
 
+    async def give_back(self, holder: str) -> list[str]:
+        """Abandon what is with an agent that has ended, so that it is handed out at once; what is being ended is ended.
+
+        What the agent had started may still ask: it is refused, and so is a call for an episode that comes late.
+        """
+        given = [each for each in self._open.values() if each[0].holder == holder and not each[0].is_ending]
+        for episode, offer, member in given:
+            member.num_given_back += 1
+            self._close(member, Ended.ABANDONED)
+            member.is_over = member.is_spent(self._config.max_attempts)
+            self._note_given_back(episode.id)
+            offer.changed.set()
+        self._note_given_back(holder)
+        await self._announce()
+        return [episode.id for episode, _, _ in given]
+
+    def _note_given_back(self, name: str) -> None:
+        self._given_back[name] = None
+        if len(self._given_back) > MAX_ENDED:
+            self._given_back.popitem(last=False)
+
     def find(self, episode_id: str) -> Episode:
         """Find an open episode.
 
@@ -365,6 +400,8 @@ class AgentEpisodes:
         found = self._open.get(episode_id)
         if found is None:
             how = "is complete" if episode_id in self._ended else "is not open here (any more): begin another one"
+            if episode_id in self._given_back:
+                how = "was given back, since who had begun it has ended: another agent plays it"
             raise EpisodeGone(f"episode {episode_id} {how}")
         return found[0]
 

@@ -18,7 +18,15 @@ from flotilla.services.rollout.agents.replies import Reply
 from flotilla.shared.errors import FlotillaError, InvalidRequest, NotFound, Unauthorized, Unavailable
 from flotilla.shared.net.authorisation.tokens import Accepts
 from flotilla.shared.net.server.model_api_problems import anthropic_problem, openai_problem
-from flotilla.shared.schemas.episode import BeginEpisode, CompleteEpisode, EndedEpisode, EpisodeReward, OpenedEpisode
+from flotilla.shared.schemas.episode import (
+    BeginEpisode,
+    CompleteEpisode,
+    EndedEpisode,
+    EpisodeReward,
+    EpisodesGivenBack,
+    GiveBackEpisodes,
+    OpenedEpisode,
+)
 
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
 ALIVE_SECONDS: Final = 5.0
@@ -56,6 +64,11 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         """Hand out an episode."""
         return await _opened(found(request, experiment_id), wanted, request)
 
+    @router.post("/give-back")
+    async def give_back(experiment_id: str, given: GiveBackEpisodes, request: Request) -> EpisodesGivenBack:
+        """Hand out again what an agent holds that has ended."""
+        return EpisodesGivenBack(episode_ids=tuple(await found(request, experiment_id).give_back(given.holder)))
+
     @router.post("/{episode_id}/complete")
     async def complete(experiment_id: str, episode_id: str, ending: CompleteEpisode, request: Request) -> EndedEpisode:
         """End an episode.
@@ -76,24 +89,29 @@ def episodes_router(find: Callable[[Request, str], AgentEpisodes | None], accept
         try:
             if what not in set(Endpoint):
                 raise NotFound(f"an episode has no {what}")
-            episodes = found(request, experiment_id)
-            episode = episodes.find(episode_id)
-            is_repeated = request.headers.get(RETRIES, "0") != "0"
-            asked = Asked(Endpoint(what), await _body(request), is_repeated)
-            may_stream = b'"stream"' in asked.body and asked.endpoint is not Endpoint.COUNT_TOKENS
-            if may_stream and await episodes.threads.run(lambda: _is_streamed(asked.body)):
-                return StreamingResponse(_stream(episode, asked, request), media_type="text/event-stream")
-            reply = await episode.answer(asked, request.is_disconnected)
+            return await _asked(found(request, experiment_id), episode_id, Endpoint(what), request)
         except FlotillaError as error:
             return _problem(what, error)
-        return Response(reply.to_json() if reply is not None else b"", media_type="application/json")
 
     return router
 
 
+async def _asked(episodes: AgentEpisodes, episode_id: str, endpoint: Endpoint, request: Request) -> Response:
+    episode = episodes.find(episode_id)
+    is_repeated = request.headers.get(RETRIES, "0") != "0"
+    asked = Asked(endpoint, await _body(request), is_repeated)
+    may_stream = b'"stream"' in asked.body and endpoint is not Endpoint.COUNT_TOKENS
+    if may_stream and await episodes.threads.run(lambda: _is_streamed(asked.body)):
+        return StreamingResponse(_stream(episode, asked, request), media_type="text/event-stream")
+    reply = await episode.answer(asked, request.is_disconnected)
+    return Response(reply.to_json() if reply is not None else b"", media_type="application/json")
+
+
 async def _opened(episodes: AgentEpisodes, wanted: BeginEpisode, request: Request) -> OpenedEpisode:
     """Begin an episode, unless the caller has gone before there is one."""
-    opening = asyncio.ensure_future(episodes.open(wanted.wait_seconds, wanted.key, only_known=wanted.only_known))
+    opening = asyncio.ensure_future(
+        episodes.open(wanted.wait_seconds, wanted.key, only_known=wanted.only_known, holder=wanted.holder)
+    )
     hanging_up = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait([opening, hanging_up], return_when=asyncio.FIRST_COMPLETED)

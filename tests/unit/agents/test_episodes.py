@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -164,3 +165,42 @@ async def test_an_agents_own_time_out_is_its_error() -> None:
     async with httpx.AsyncClient(transport=refusing((201, OPENED))) as client:
         with pytest.raises(TimeoutError, match="of the agent"):
             await episodes._play(Gateways("http://g", client), "x", "t", play)
+
+
+async def test_who_plays_gives_back_what_others_held_that_died_and_what_it_holds_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes.holders, "folder_of", lambda _: tmp_path)
+    dead, told = ("dead-and-known-to-be", "dead-and-not-heard-of"), list[tuple[str, Any]]()
+    for name in dead:
+        (tmp_path / name).touch()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        told.append((request.url.path.rpartition("/")[2], body.get("holder")))
+        if request.url.path.endswith("/give-back"):
+            return httpx.Response(503 if body["holder"] == dead[1] else 200, json={})
+        return httpx.Response(404, json={})
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        gateways = Gateways("http://g", client)
+        async with episodes._holding(gateways, "x", "t") as holder:
+            await episodes._play(gateways, "x", "t", lambda _: pytest.fail("it plays"), holder)
+
+    assert holder is not None
+    assert sorted(told[:2]) == sorted([("give-back", dead[0]), ("give-back", dead[1])])
+    assert told[2:] == [("episodes", holder), ("give-back", holder)]
+    assert [each.name for each in tmp_path.iterdir()] == [dead[1]], "the next one tells it again"
+
+
+async def test_without_a_place_for_names_it_plays_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(_: str) -> Path:
+        raise PermissionError("read only")
+
+    monkeypatch.setattr(episodes.holders, "folder_of", nowhere)
+    transport = httpx.MockTransport(lambda _: httpx.Response(404, json={}))
+    async with (
+        httpx.AsyncClient(transport=transport) as client,
+        episodes._holding(Gateways("http://g", client), "x", "t") as holder,
+    ):
+        assert holder is None

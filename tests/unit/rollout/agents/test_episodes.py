@@ -306,3 +306,85 @@ async def test_what_is_said_while_an_episode_is_ended_is_not_in_what_is_made_of_
 
     assert len(before.turns) == 1 and len(after.turns) == 2
     assert before.token_ids.tolist() == after.token_ids[: len(before.token_ids)].tolist()
+
+
+DEAD, OTHER = "a-holder-that-ended", "a-holder-that-lives"
+
+
+async def test_what_a_dead_agent_held_is_handed_out_at_once_and_it_is_refused_from_then_on() -> None:
+    async with World(a_spec(group_size=3, lease_seconds=3600.0)).running() as world:
+        await world.issue()
+        held = [await world.episodes.open(1.0, f"call-{number}", holder=DEAD) for number in range(2)]
+        others = await world.episodes.open(1.0, holder=OTHER)
+        await ask(world.episodes.find(held[0].episode_id), user("a?"))
+        successor = asyncio.create_task(world.episodes.open(5.0, holder=OTHER))
+
+        given = await world.episodes.give_back(DEAD)
+
+        assert sorted(given) == sorted(each.episode_id for each in held)
+        taken = await successor
+        assert taken.task.group_id == held[0].task.group_id
+        with pytest.raises(EpisodeGone, match="was given back, since who had begun it has ended"):
+            world.episodes.find(held[0].episode_id)
+        with pytest.raises(EpisodeGone, match="was given back"):
+            await world.episodes.complete(held[0].episode_id, REWARD)
+        with pytest.raises(EpisodeGone, match="this holder"):
+            await world.episodes.open(1.0, "call-0", holder=DEAD)
+        assert await world.episodes.give_back(DEAD) == []
+        for opened in (taken, others, await world.episodes.open(1.0, holder=OTHER)):
+            await ask(world.episodes.find(opened.episode_id), user("a?"))
+            await world.episodes.complete(opened.episode_id, REWARD)
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+        (group,) = await forwarded(world)
+
+    assert len({each.episode for each in group.trajectories}) == 3
+    assert not {each.episode_id for each in held} & {each.episode for each in group.trajectories}
+
+
+async def test_an_agent_that_dies_while_its_call_waits_gets_no_episode() -> None:
+    async with World().running() as world:
+        waiting = asyncio.create_task(world.episodes.open(5.0, holder=DEAD))
+        await asyncio.sleep(0.01)
+        await world.episodes.give_back(DEAD)
+        await world.issue()
+
+        with pytest.raises(EpisodeGone, match="gets no other one"):
+            await waiting
+        assert world.episodes.counts.opened == 0
+
+
+async def test_a_death_in_the_middle_of_an_end_leaves_what_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World(a_spec(group_size=1)).running() as world:
+        await world.issue()
+        opened = await world.episodes.open(1.0, holder=DEAD)
+        episode = world.episodes.find(opened.episode_id)
+        await ask(episode, user("a?"))
+        going_on = asyncio.Event()
+        trajectories = episode.trajectories
+
+        async def slowly() -> object:
+            await going_on.wait()
+            return await trajectories()
+
+        monkeypatch.setattr(episode, "trajectories", slowly)
+        ending = asyncio.create_task(world.episodes.complete(opened.episode_id, REWARD))
+        await asyncio.sleep(0.01)
+        given = await world.episodes.give_back(DEAD)
+        going_on.set()
+
+        assert (given, (await ending).has_reward) == ([], True)
+        await world.until(lambda ledger: ledger.waiting.generated == 1)
+
+
+async def test_deaths_of_agents_cost_an_episode_no_attempt_until_they_are_too_many() -> None:
+    async with World(a_spec(group_size=1, max_attempts=2)).running() as world:
+        await world.issue()
+        for number in range(3):
+            await world.episodes.open(1.0, holder=f"{DEAD}-{number}")
+            await world.episodes.give_back(f"{DEAD}-{number}")
+        assert world.episodes.to_load()["episodes_waiting"] == 1.0
+        await world.episodes.open(1.0, holder=f"{DEAD}-last")
+        await world.episodes.give_back(f"{DEAD}-last")
+
+        await world.until(lambda ledger: ledger.dropped == 1 or not world.episodes.to_load()["episodes_waiting"])
+        assert world.episodes.counts.opened == 4

@@ -8,7 +8,7 @@ from flotilla.importers.roll import finished
 from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CUTTING, KERNELS, PLACEMENT, TRAIN
-from flotilla.importers.roll.system import ROLL, adapters, tracking
+from flotilla.importers.roll.system import ROLL, adapters, run_of, tracking
 from flotilla.importers.source import Source, System, make_system
 from flotilla.importers.values import integer, number, text, texts, unchanged
 
@@ -92,7 +92,7 @@ def sizes_by(source: Source, devices: int, *, scheduled_devices: int | None = No
         return {}
     planned = epochs * (source.rows or 0) // (of_a_device * (scheduled_devices or devices))
     fields: Fields = {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size}
-    fields |= finished.run_of(source, steps, planned)
+    fields |= run_of(source, steps, planned)
     if planned > steps and fields["optimisation.schedule"] != "constant":
         fields["optimisation.decay_updates"] = planned
     return fields

@@ -9,9 +9,8 @@ from flotilla.importers.roll import graders
 from flotilla.importers.roll.launch import MODULE
 from flotilla.importers.roll.placement import shares_of_the_batch
 from flotilla.importers.roll.rows import CONFIG, KERNELS, PLACEMENT, TRAIN
-from flotilla.importers.roll.system import ROLL, adapters, decays_all, schedule, tracking
+from flotilla.importers.roll.system import ROLL, adapters, run_of, tracking
 from flotilla.importers.source import Source, System, make_system
-from flotilla.importers.spelling import dtype_of
 from flotilla.importers.values import count, flag, integer, number, text, texts, unchanged
 from flotilla.shared.config.sections.data import is_data_file
 
@@ -155,29 +154,6 @@ def sizes(source: Source) -> Fields:
         source.lack("optimisation.steps: max_steps must be 1 at least, and the rows make one batch and one whole pass")
         return {}
     return {"job.max_tokens": longest, "optimisation.groups_per_mini_batch": size} | run_of(source, steps, steps)
-
-
-def run_of(source: Source, steps: int, planned: int) -> Fields:
-    """Make steps, schedule and checkpoints.
-
-    Args:
-        source: the launch file.
-        steps: that are taken.
-        planned: steps that the schedule counts.
-    """
-    save = source.required("save_steps")
-    fields: Fields = {
-        "optimisation.steps": steps,
-        **schedule(source, planned),
-        "optimisation.betas": [0.9, 0.999],
-        "checkpoint.every_steps": steps if save < 1 else min(save, steps),
-        "model.dtype": dtype_of(source, f"{TRAIN}.model_args.dtype"),
-    }
-    if decays_all(source):
-        fields["optimisation.decay_all"] = True
-    if isinstance(path := source.value("resume_from_checkpoint"), str):
-        fields["checkpoint.resume_from"] = path
-    return fields
 
 
 ROLL_DPO: System = make_system("roll dpo", (ROWS,), rules=(pairs, sizes, adapters, tracking))

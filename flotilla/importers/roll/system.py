@@ -104,23 +104,37 @@ def adapters(source: Source) -> Fields:
     }
 
 
-def run(source: Source) -> Fields:
-    """Make steps, schedule, checkpoints and evaluation."""
-    total, save = source.required("max_steps"), source.required("save_steps")
-    if total < 1:
-        source.refuse("max_steps", "a run has a number of steps: give one")
-        total = 1
+def run_of(source: Source, steps: int, planned: int) -> Fields:
+    """Make steps, schedule and checkpoints.
+
+    Args:
+        source: the launch file.
+        steps: that are taken.
+        planned: steps that the schedule counts.
+    """
+    save = source.required("save_steps")
     fields: Fields = {
-        "optimisation.steps": total,
-        **schedule(source, total * batches(source)["asynchrony.require_batches"] * source.required("ppo_epochs")),
+        "optimisation.steps": steps,
+        **schedule(source, planned),
         "optimisation.betas": [0.9, 0.999],
-        "checkpoint.every_steps": total if save < 1 else min(save, total),
+        "checkpoint.every_steps": steps if save < 1 else min(save, steps),
         "model.dtype": dtype_of(source, f"{TRAIN}.model_args.dtype"),
     }
     if decays_all(source):
         fields["optimisation.decay_all"] = True
     if isinstance(path := source.value("resume_from_checkpoint"), str):
         fields["checkpoint.resume_from"] = path
+    return fields
+
+
+def run(source: Source) -> Fields:
+    """Make steps, schedule, checkpoints and evaluation."""
+    total = source.required("max_steps")
+    if total < 1:
+        source.refuse("max_steps", "a run has a number of steps: give one")
+        total = 1
+    updates = total * batches(source)["asynchrony.require_batches"] * source.required("ppo_epochs")
+    fields = run_of(source, total, updates)
     files = source.value("validation.data_args.file_name")
     if files:
         _check_files(source, "validation.data_args.file_name", files)

@@ -48,7 +48,6 @@ EXCEPTIONS: dict[str, dict[str, float]] = {
         "services/reward/remote.py:RemoteVerifier.__init__": 9,
         "services/rollout/agents/episode.py:Episode.__init__": 11,
         "services/rollout/weights/missed.py:Puller.__call__": 9,
-        "services/trainer/algorithms/advantages/token_baseline.py:optimal_token_baseline": 9,
         "services/trainer/algorithms/log_probs.py:_ChunkedHead.forward": 9,
         "services/trainer/algorithms/objective.py:policy_objective": 14,
         "services/trainer/worker/loop.py:TrainingLoop.__init__": 10,

@@ -14,7 +14,7 @@ from torch import Tensor
 from flotilla.services.trainer.algorithms.advantages import agentic, groups, returns
 from flotilla.services.trainer.algorithms.advantages.agentic import EnvironmentSteps
 from flotilla.services.trainer.algorithms.advantages.groups import Groups
-from flotilla.services.trainer.algorithms.advantages.token_baseline import optimal_token_baseline
+from flotilla.services.trainer.algorithms.advantages.token_baseline import optimal_token_baseline, score_energy
 from flotilla.services.trainer.algorithms.kl import kl_estimate, subtract_kl_from_rewards
 from flotilla.services.trainer.algorithms.metrics import Metrics, Tally, mean_over, share
 from flotilla.services.trainer.algorithms.sequences import PackedSequences, suffix_sum
@@ -199,16 +199,16 @@ def _estimate(
             rewards = _token_rewards(inputs, _bounded(inputs.scores, config), charge)
             return returns.remax(rewards, _given(inputs.baselines, "baselines"), inputs.sequences)
         case configs.TokenBaselineConfig():
+            old_log_probs = _given(inputs.old_log_probs, "old_log_probs")
+            squares = _given(inputs.sum_pi_squared, "sum_pi_squared")
             return optimal_token_baseline(
                 _token_rewards(inputs, _bounded(inputs.scores, config), charge),
-                _given(inputs.old_log_probs, "old_log_probs"),
-                _given(inputs.sum_pi_squared, "sum_pi_squared"),
+                score_energy(old_log_probs, squares, inputs.importance_weights),
                 inputs.sequences,
                 Groups.of(_given(inputs.group_index, "group_index")),
                 positions=config.positions,
                 drop_tail=config.drop_tail,
                 epsilon=config.epsilon,
-                importance_weights=inputs.importance_weights,
             )
         case _:
             return _outcome(config, inputs, charge, order), None

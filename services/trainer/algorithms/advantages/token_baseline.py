@@ -9,45 +9,52 @@ from flotilla.services.trainer.algorithms.advantages.groups import Groups
 from flotilla.services.trainer.algorithms.sequences import PackedSequences, scatter_sum, suffix_recurrence, suffix_sum
 
 
+def score_energy(old_log_probs: Tensor, sum_pi_squared: Tensor, importance_weights: Tensor | None = None) -> Tensor:
+    """Compute the squared norm of the logits' gradient per token: ``1 - 2 pi + sum pi^2``, pi of the taken token.
+
+    Args:
+        old_log_probs: [T] nats.
+        sum_pi_squared: [T], sum over the vocabulary of p^2.
+        importance_weights: [T], whose squares multiply it; 0 for tokens that do not enter the gradient.
+
+    Returns:
+        [T].
+    """
+    energy = 1 - 2 * old_log_probs.float().exp() + sum_pi_squared
+    return energy if importance_weights is None else energy * importance_weights.square()
+
+
 def optimal_token_baseline(
     token_rewards: Tensor,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
+    energy: Tensor,
     sequences: PackedSequences,
     groups: Groups,
     *,
     positions: Literal["all", "sampled"] = "all",
     drop_tail: bool = True,
     epsilon: float = 1e-8,
-    importance_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Subtract from reward-to-go the group's mean at the same position, weighted by accumulated score-function energy.
 
-    With pi the taken token's probability, ``w = 1 - 2 pi + sum pi^2`` (the squared norm of the logits' gradient),
-    times squared importance weights if given; W its running sum; per position ``b = sum_i G_i W_i / sum_i W_i``; where
+    With W the running sum of ``score_energy``, per position ``b = sum_i G_i W_i / sum_i W_i``; where
     all members have the same G, it is exactly that. Where no member has weight yet, as before the first token that a
     correction keeps, it is 0, as in verl.
 
     Args:
         token_rewards: [T].
-        old_log_probs: [T] nats.
-        sum_pi_squared: [T], sum over the vocabulary of p^2.
+        energy: [T], see ``score_energy``.
         sequences: layout.
         groups: of the sequences.
         positions: count every token of the layout, which a batch begins at the first sampled one, or sampled ones only.
         drop_tail: no baseline where the longest member is alone, beyond the second-longest one's length. Lengths count
             sampled tokens, so with several turns ``sampled`` positions are what they agree with.
         epsilon: keeps the weighted mean finite.
-        importance_weights: [T], 0 for tokens that do not enter the gradient.
 
     Returns:
         [T] advantages and [T] reward-to-go, 0 where the mask is False. A group of one has no baseline.
     """
     mask = sequences.response_mask
     returns = suffix_sum(torch.where(mask, token_rewards.float(), 0.0), sequences)
-    energy = 1 - 2 * old_log_probs.float().exp() + sum_pi_squared
-    if importance_weights is not None:
-        energy = energy * importance_weights.square()
     weight = _running_sum(torch.where(mask, energy, 0.0), sequences)
     position = _positions(sequences, positions)
     # Of sampled positions, those before the first are masked; they share bin 0 with weight 0.

@@ -50,10 +50,10 @@ IMAGES = "FLOTILLA_SANDBOX_IMAGES"
 
 
 class Waiting:
-    """Little to follow: a sandbox serves whoever calls it with the token, and says for whom it is meant.
+    """Little to follow: a sandbox serves every caller with the token, and reports for which experiment it is meant.
 
     Args:
-        spare: is told which experiment that is.
+        spare: receives that experiment.
         load: gives what is reported of its work.
     """
 
@@ -64,7 +64,7 @@ class Waiting:
         self._desired: DesiredState | None = None
 
     def observe(self) -> ObservedState:
-        """Say for which experiment it is there; it never has anything to finish first."""
+        """Set the experiment that it serves; it never has anything to finish first."""
         desired = self._desired
         if desired is None or desired.assignment is None or desired.state is WorkState.IDLE:
             return ObservedState(load=self._load())
@@ -137,7 +137,7 @@ def create_member_app(given: Mapping[str, str], settings: ServiceSettings, addre
 
 def main() -> int:
     """Serve; a refusal is one sentence and exit code 2."""
-    # It runs programs that nobody trusts: what it does not know cannot be taken from it.
+    # It runs untrusted programs: a secret that it does not know cannot be stolen from it.
     return run_service("sandbox", partial(create_member_app, dict(os.environ)), needs_redis=False)
 
 

@@ -25,7 +25,7 @@ def create_app(
     Args:
         settings: see ``SandboxSettings``.
         open_state: opens all that the routes need; another one in tests.
-        credentials: who is let in; None: whoever has the token of the settings.
+        credentials: the accepted tokens; None: the token of the settings.
     """
 
     @asynccontextmanager

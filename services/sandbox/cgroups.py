@@ -112,7 +112,7 @@ class Group:
         return 0
 
     def remove(self) -> None:
-        """Kill what is left in the group and remove it.
+        """Kill the rest of the group and remove it.
 
         Raises:
             OSError: a process did not end, so that the group could not be removed.
@@ -147,7 +147,7 @@ class ControlGroups:
         """Choose the hierarchy that has memory and pids: version 2 if it has both, else version 1.
 
         Raises:
-            Unavailable: neither has, or groups cannot be made there; the detail says why.
+            Unavailable: neither has, or groups cannot be made there; the detail has the reason.
         """
         reasons = []
         if mounts.unified is not None:

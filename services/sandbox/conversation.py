@@ -122,7 +122,7 @@ class Conversation:
                 self._writer.write(framed(json.dumps(cell.to_wire()).encode()))
                 answer = await self._answer()
         if answer is None:
-            # As of a program: breaking the sandbox must not be a way to avoid what would be said of it.
+            # As of a program: breaking the sandbox must not be a way to avoid a verdict.
             detail = f"{GUARD_KILLED} while the cell ran"
             answer = CellResult(JobResult((PhaseResult("run", OVER_LIMIT, -int(SIGKILL), 0.0, detail=detail),)), False)
         if answer.result.error:
@@ -132,7 +132,7 @@ class Conversation:
         return answer
 
     async def _answer(self) -> CellResult | None:
-        """Read a result; None if the guard is gone.
+        """Read a result; None if the guard has ended.
 
         Raises:
             SandboxFailed: it is longer than any right one, or cannot be read.

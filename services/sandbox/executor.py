@@ -71,7 +71,7 @@ class ServerRestarts:
         """How often what a server ran has ended it."""
 
     def ended(self, slot: int, caller: str) -> None:
-        """Note that the server of a slot was ended by a program of a caller, or because it was given up."""
+        """Record that the server of a slot was ended by a caller's program, or abandoned."""
         self.num_ended += 1
         restarts = self._restarts.get(slot)
         if restarts is None:
@@ -94,7 +94,7 @@ class ServerRestarts:
                     await self._closing.wait()
 
     def charged(self, slot: int) -> str | None:
-        """Tell to whom a start is to be counted that has just been made, once; None: to nobody."""
+        """Return the caller to charge for the last start, once; None: none."""
         self._due.pop(slot, None)
         return self._owed.pop(slot, None)
 
@@ -104,7 +104,7 @@ class ServerRestarts:
         return sum(self._due.get(slot, 0.0) > now for slot in slots)
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits."""
         self._closing.set()
 
 
@@ -163,7 +163,7 @@ class Executor:
         return ()
 
     async def run(self, slot: Slot, program: Program) -> JobResult:
-        """Run a program in a slot that nobody else uses. What is left of it is removed before the slot is renewed.
+        """Run a program in an exclusive slot. Its remains are removed before the slot is renewed.
 
         Raises:
             SandboxFailed: the program could not be run; nothing is known about it.
@@ -212,7 +212,7 @@ class Executor:
 
     @asynccontextmanager
     async def session(self, slot: Slot, program: Program) -> AsyncIterator[Talk]:
-        """Start an interpreter in a slot that nobody else uses, and end it and all that it started at the end.
+        """Start an interpreter in an exclusive slot, and end it and all that it started at the end.
 
         Args:
             slot: for as long as the session lives.
@@ -246,12 +246,12 @@ class Executor:
                 await self._give_up_server(slot, program)
 
     def servers(self) -> list[ForkServer]:
-        """List the fork servers that are there."""
+        """List the present fork servers."""
         return list(self._servers.values())
 
     @property
     def num_servers_ended(self) -> int:
-        """Count the fork servers that were given up because of what they ran, or ended by themselves meanwhile."""
+        """Count the fork servers that were replaced because of what they ran, or ended by themselves meanwhile."""
         return self._restarts.num_ended
 
     def num_backing_off(self, slots: Iterable[Slot]) -> int:
@@ -259,7 +259,7 @@ class Executor:
         return self._restarts.num_backing_off(slot.number for slot in slots)
 
     def wind_down(self) -> None:
-        """Start no further server before there is a program for it, and let nobody wait to start one."""
+        """Start no further server before there is a program for it, and end all waits for a start."""
         self._is_closed = True
         self._restarts.close()
 
@@ -299,7 +299,7 @@ class Executor:
         return fresh
 
     async def _warm(self, slot: Slot) -> None:
-        """Replace a server that is gone or has run enough: not the next caller is to wait for that, but this one."""
+        """Replace a server that has ended or has run enough: this caller waits for that, not the next one."""
         server = self._servers.get(slot.number)
         if self._is_closed or (server is not None and server.is_usable):
             return
@@ -308,7 +308,7 @@ class Executor:
                 await self._server(slot, self.isolation.limits)
 
     async def _cleaned(self, slot: Slot, work: Coroutine[None, None, None]) -> None:
-        """Clean a slot to the end, however often that is cancelled: who took it meanwhile would be swept away, too.
+        """Clean a slot to the end, however often that is cancelled: a new user of it would be swept away, too.
 
         Of a slot in which something is left behind a note is taken; what is known of the program stays true.
         """
@@ -343,7 +343,7 @@ class Executor:
                 result, is_told = _read_result(answer, program), bool(answer)
                 if server.has_used_up_memory():  # guard and server may have gone for it, too
                     result, is_told = blame_memory(result, program.limits), True
-                if is_told and not answered.done():  # done: nobody waits
+                if is_told and not answered.done():  # done: no waiter
                     answered.set_result(result)
             if not answered.done():  # the guard was killed: by its program, or else the server's loss would have shown
                 answered.set_result(result)
@@ -397,7 +397,7 @@ class Executor:
 
 
 def _tell_failure(answered: "asyncio.Future[JobResult]", attempt: asyncio.Task[None]) -> None:
-    """Have who waits for an answer learn that there is none."""
+    """Let the waiter for an answer learn that there is none."""
     if answered.done():
         return
     if attempt.cancelled():
@@ -422,7 +422,7 @@ def _read_result(answer: bytes, program: Program) -> JobResult:
     program did it, or used up the memory: it failed, or breaking the guard would be a way to avoid a bad grade.
 
     Raises:
-        SandboxFailed: the guard says so, or the answer is broken.
+        SandboxFailed: the guard reports it, or the answer is malformed.
     """
     if not answer:
         detail = f"{GUARD_KILLED} while the program ran"

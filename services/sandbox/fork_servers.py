@@ -34,7 +34,7 @@ MAX_RUNS = 256
 
 
 class SandboxFailed(FlotillaError):
-    """The sandbox itself failed; this says nothing about the program."""
+    """The sandbox itself failed; this is not the program's fault."""
 
     code, title, status, retryable = "sandbox_failed", "The sandbox failed", 500, True
 
@@ -97,14 +97,14 @@ class ForkServer:
 
         Raises:
             SandboxFailed: the answer is longer than any right one.
-            OSError: the server is gone.
+            OSError: the server has ended.
             TimeoutError: it took longer than ``seconds``.
         """
         with self.used_by(caller) as over:
             async with asyncio.timeout(seconds):
                 unsent = memoryview(framed(job))
                 with self._handed(unsent[:SMALL_BYTES]) as stream:
-                    with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
+                    with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, has the cause
                         if len(unsent) > SMALL_BYTES:
                             await asyncio.get_running_loop().sock_sendall(stream, unsent[SMALL_BYTES:])
                     answer = await _read_answer(stream, phases, max_bytes, over)
@@ -120,7 +120,7 @@ class ForkServer:
         """Give a job to the guard of the next run; gives the stream of it, which is closed at the end.
 
         Raises:
-            OSError: the server is gone.
+            OSError: the server has ended.
         """
         stream = self._handed()
         try:
@@ -129,7 +129,7 @@ class ForkServer:
             stream.close()
             raise
         try:
-            with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, says more
+            with suppress(ConnectionError):  # it ended early: its answer, or the lack of one, has the cause
                 writer.write(framed(job))
                 await writer.drain()
             yield reader, writer
@@ -143,7 +143,7 @@ class ForkServer:
             message: what the guard finds in it: at most so much as a new stream takes at once.
 
         Raises:
-            OSError: the server is gone.
+            OSError: the server has ended.
         """
         self.num_runs += 1
         ours, theirs = socket.socketpair()
@@ -161,7 +161,7 @@ class ForkServer:
         """Wait until all of a run is gone.
 
         Raises:
-            ConnectionError: the server is gone.
+            ConnectionError: the server has ended.
         """
         await self._expect(DONE)
 
@@ -220,7 +220,7 @@ class ForkServer:
         """Wait for a message.
 
         Raises:
-            ConnectionError: the server is gone.
+            ConnectionError: the server has ended.
         """
         said = await asyncio.get_running_loop().sock_recv(self.control, len(message))
         if said != message:
@@ -246,7 +246,7 @@ class ForkServer:
         try:
             await server._greet(READY)
             making = asyncio.ensure_future(asyncio.to_thread(server._make_groups, groups, limits))
-            await to_the_end(making)  # what it makes is removed with the server, also if nobody waits
+            await to_the_end(making)  # what it makes is removed with the server, also without a waiter
             server._order(json.dumps(server.orders.to_wire()).encode())
             await server._greet(JOINED)
         except BaseException:

@@ -85,7 +85,7 @@ async def try_level(
         processors: where shares of the processors are made; None leaves them out.
 
     Raises:
-        Unavailable: the level does not work here; the detail says why.
+        Unavailable: the level does not work here; the detail has the reason.
     """
     if (reason := why_not(level)) is not None:
         raise Unavailable(reason)
@@ -106,7 +106,7 @@ async def _test(executor: Executor, slot: Slot, marker: Path) -> None:
         Unavailable: it could not be run, or got out.
     """
     python = executor.isolation.place.python
-    with socket.create_server(("127.0.0.1", 0)) as server:  # who connects is not waited for
+    with socket.create_server(("127.0.0.1", 0)) as server:  # connections are not accepted
         host, port = server.getsockname()
         argv = (python, "-s", "-B", "test.py", host, str(port), str(marker))
         program = Program(

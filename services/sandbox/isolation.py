@@ -2,7 +2,7 @@
 
 A  bwrap, rlimits, a control group: namespaces for processes, network, mounts and users, a private root of read-only
    system directories and a size-limited working directory; memory and processes bounded by the kernel for the tree.
-B  the same without a control group: the tree's total is bounded by the guard, which looks at intervals.
+B  the same without a control group: the tree's total is bounded by the guard, which checks it at intervals.
 C  no namespaces: Landlock for files, signals and TCP, and either a uid of its own or Landlock's signal scope.
 D  rlimits only. Not isolation; refused unless it is asked for by name.
 

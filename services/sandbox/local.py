@@ -35,7 +35,7 @@ async def open_here(settings: SandboxSettings, num_slots: int, spare: SpareTime)
         spare: what there is for callers that have used much.
 
     Raises:
-        Unavailable: no allowed level works here; the detail says why for each.
+        Unavailable: no allowed level works here; the detail has the reason for each.
         InvalidRequest: the configured interpreter cannot be used.
     """
     python = find_python(settings.python)

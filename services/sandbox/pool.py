@@ -15,7 +15,7 @@ from flotilla.services.sandbox.isolation import Slot
 from flotilla.shared.errors import DeadlineExceeded, Unavailable
 
 LOOK_SECONDS = 1.0
-"""How often who waits looks whether the caller has hung up, and how often slots that are out of use are tried."""
+"""How often a waiter checks whether its caller has hung up, and how often slots that are out of use are tried."""
 
 
 def may_take(held: int, free: int, spare: int) -> bool:
@@ -25,7 +25,7 @@ def may_take(held: int, free: int, spare: int) -> bool:
 
     Args:
         held: slots that the caller has.
-        free: slots that nobody has.
+        free: unused slots.
         spare: how many one caller alone never gets.
     """
     return free > spare or 2 * held < free
@@ -45,7 +45,7 @@ async def _as_it_is(slot: Slot) -> Slot:
 
 @dataclass(frozen=True)
 class _Waiter:
-    """Who waits: in which order they came, and what they are given."""
+    """A waiter: its place in the queue, and what it is given."""
 
     number: int
     turn: "asyncio.Future[Slot]"
@@ -59,9 +59,9 @@ class SlotPool:
         spare: how many of them one caller alone never gets.
         max_queued: how many calls of one caller may wait; of all callers twice as many.
         queue_seconds: how long.
-        renewed: looks at a slot that is given back; returns what is handed out next in its place, or None if it cannot
+        renewed: checks a slot that is given back; returns what is handed out next in its place, or None if it cannot
             be used for now.
-        has_one: tells of a caller whether it gets no more than one slot now.
+        has_one: returns whether a caller gets no more than one slot now.
     """
 
     def __init__(
@@ -121,25 +121,25 @@ class SlotPool:
 
     @asynccontextmanager
     async def taken(self, caller: str = "", is_gone: Callable[[], bool] = _stays) -> AsyncIterator[Slot]:
-        """Wait for a slot, and give it back; it is the caller's still until it has been looked at.
+        """Wait for a slot, and give it back; it stays the caller's until it has been checked.
 
         Args:
             caller: for whom.
-            is_gone: tells whether nobody waits for the answer any more.
+            is_gone: returns whether the answer is not awaited any more.
 
         Raises:
-            Unavailable: too many wait already, or nobody waits for the answer any more.
+            Unavailable: too many wait already, or the answer is not awaited any more.
             DeadlineExceeded: no slot became free in time.
         """
         slot = await self._next(caller, is_gone)
         try:
             yield slot
         finally:
-            # A task of its own: nobody who has an answer waits for it.
+            # A task of its own: answers do not wait for it.
             self._start(self._return(slot, caller))
 
     async def settled(self) -> None:
-        """Wait until every slot that was given back has been looked at."""
+        """Wait until every slot that was given back has been checked."""
         while self._returning:
             await asyncio.wait(self._returning)
 
@@ -163,7 +163,7 @@ class SlotPool:
                     await asyncio.wait([waiter.turn], timeout=LOOK_SECONDS)
                     if is_gone():
                         raise Unavailable("the caller hung up before its turn")
-                    self._hand_out()  # who is bounded may no longer be
+                    self._hand_out()  # a bounded caller may no longer be so
         except BaseException as error:
             if waiter.turn.done():
                 self._put(waiter.turn.result(), caller)
@@ -188,7 +188,7 @@ class SlotPool:
             raise Unavailable(f"{own} of your programs and {others} others wait for their turn; try again later")
 
     def _hand_out(self) -> None:
-        """Give free slots to those who wait and may have one."""
+        """Give free slots to waiters that may have one."""
         while self._free:
             entitled = [
                 (self._held[caller], waiters[0].number, caller)
@@ -229,7 +229,7 @@ class SlotPool:
         self._hand_out()
 
     async def _try_out_of_use(self) -> None:
-        """Try slots that are out of use until all of them can be used, whether or not anybody waits for one."""
+        """Try slots that are out of use until all of them can be used, whether or not there is a waiter."""
         while self._out_of_use:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):

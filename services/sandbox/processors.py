@@ -3,7 +3,7 @@
 A slot has the weight of a part of an ordinary process, however many processes run in it. A program that has just begun,
 of a caller that has used little lately, has several times that weight; one that has used more than a moment, or whose
 caller has used much lately, has hardly any, but for moments in which it has the weight of a slot, and until it falls
-behind what it needs to have its time before it is given up. While others want most of the machine there is also a bound
+behind what it needs to have its time before its timeout. While others want most of the machine there is also a bound
 to what the programs of such a caller use (``spare_time``). Where the service may not make such groups, programs are
 only nice.
 
@@ -73,7 +73,7 @@ class ProcessorGroup:
         return [directory / "tasks" for directory in _distinct(self.cpu, self.usage)]
 
     def weigh(self, weight: int) -> None:
-        """Tell the kernel the weight, or that the group is idle.
+        """Set the group's weight in the kernel, or mark it idle.
 
         Raises:
             OSError: the kernel refused.
@@ -145,7 +145,7 @@ class ProcessorGroup:
         try:
             yield over
         finally:
-            over()  # between programs the server makes the next one's place: nobody's program is to delay that
+            over()  # between programs the server makes the next one's place: no program is to delay that
             self.spare.end(self)  # to take a program apart is work as well: a bound holds until that is done
 
     async def _watch(self, caller: str, before: float) -> None:
@@ -176,7 +176,7 @@ class ProcessorGroup:
         self.spare.weigh(self, caller)
 
     def count(self) -> None:
-        """Take what was used since the last look from whom it was used for; of what counts for little nothing.
+        """Charge callers for what was used since the last check; small amounts are free.
 
         Raises:
             OSError: the group was removed.

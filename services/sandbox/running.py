@@ -16,7 +16,7 @@ from flotilla.shared.schemas.sandbox import IsolationLevel
 
 
 class Runner(Protocol):
-    """Runs programs and sessions, in slots that nobody else uses."""
+    """Runs programs and sessions, in exclusive slots."""
 
     num_spoiled: int
     """How often something was left behind in a slot."""
@@ -36,7 +36,7 @@ class Runner(Protocol):
         """Count the fork servers that were ended by what they ran."""
 
     def wind_down(self) -> None:
-        """Start nothing ahead of need any more, and let nobody wait to start something."""
+        """Start nothing ahead of need any more, and end all waits for a start."""
 
     async def renewed(self, slot: Slot) -> Slot | None:
         """Return a slot that can be used next; None as long as there is none."""

@@ -1,7 +1,7 @@
 """Sessions: interpreters that are kept between the calls of their owner, each in a slot of its own.
 
 A session is one task, which owns the slot and the interpreter, and ends by itself: when it was not used for some time,
-at the end of its life, with its interpreter, or with the service. Whoever has its token, and nobody else, can use it.
+at the end of its life, with its interpreter, or with the service. Only holders of its token can use it.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class SessionBusy(Conflict):
 
 
 class SessionEnded(FlotillaError):
-    """The session is over; the detail says why."""
+    """The session is over; the detail has the cause."""
 
     code, title, status = "session_ended", "The session has ended", 410
 

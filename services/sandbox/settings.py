@@ -1,4 +1,4 @@
-"""What the sandbox service is told at its start."""
+"""The sandbox service's settings."""
 
 from collections.abc import Mapping
 from typing import Final, Literal, Self
@@ -19,7 +19,7 @@ HAVE_NO_EFFECT: Final[Mapping[tuple[str, ...], tuple[str, ...]]] = {
     ("runtime",): ("local", "e2b", "daytona", "modal"),
     ("namespace",): ("local", "docker", "e2b", "daytona", "modal"),
 }
-"""Settings, and the providers to which they say nothing."""
+"""Settings, and the providers for which they have no effect."""
 
 
 class SandboxSettings(Config):

@@ -1,6 +1,6 @@
-"""How much of the processors callers get who have used much while the machine has other work to do.
+"""How much of the processors heavy callers get while the machine has other work to do.
 
-To run only where nothing else wants to is not enough: a kernel that is not preemptible interrupts nobody inside of it,
+To run only where nothing else wants to is not enough: a kernel that is not preemptible interrupts no system call,
 so each fork, exit and system call of such a program delays the messages of others. So what these programs use is
 bounded too: tightly while others use much of the machine, not at all while they leave most of it. The programs of the
 experiment that the sandbox is there for are not bounded: the others are its trainer and rollouts, which wait for them.
@@ -8,7 +8,7 @@ Time in which the bound holds a program counts as waiting for a processor, never
 
 How much processor time each caller's programs get before those of others: a part of the machine, not more.
 
-Who asks for short programs now and then is answered at once; who floods, with whatever programs, gets what others
+Callers with occasional short programs are served at once; those that flood, with any programs, get what others
 leave. Time is counted as it is used, so it does not matter by how many programs or in how many slots.
 """
 
@@ -26,7 +26,7 @@ MOST_CALLERS = 1024
 
 
 class Allowances:
-    """Counts what is left to callers.
+    """Counts what remains for callers.
 
     Args:
         processors: how many the machine has.
@@ -59,7 +59,7 @@ ROOMY, SCARCE = 0.25, 0.4
 SCARCE_PART = 0.06
 """Of the machine's processors: what a caller may use, in the long run, before it is bounded while others want them."""
 LEAST_PROCESSORS = 0.15
-"""What one program needs to get 10 s of a processor, the usual limit, before it is given up after 70 s."""
+"""What one program needs to get 10 s of a processor, the usual limit, before its timeout of 70 s."""
 LOOK_SECONDS = 0.5
 OPENING = 0.2
 """Of what others use less than before, which part is believed at each look; of what they use more, all."""
@@ -154,13 +154,13 @@ class SpareTime:
         return not is_own and self.part < 1.0 and self._allowances.left(caller) <= 0
 
     def weigh(self, group: Boundable, caller: str) -> None:
-        """Bound a group in which a program of a caller runs, or do not; looks at the others now and then."""
+        """Bound a group in which a program of a caller runs, or do not; checks the others now and then."""
         self._running[group] = caller
         if self._look() or (group in self._bounded) is not self.is_bounded(caller):
             self._share()
 
     def end(self, group: Boundable) -> None:
-        """Note that a program is over: whatever comes next in its group is not bounded."""
+        """Record that a program is over: the next one in its group is not bounded."""
         self._running.pop(group, None)
         if group in self._bounded:
             self._bounded.discard(group)
@@ -171,7 +171,7 @@ class SpareTime:
         return self._busy_seconds() - self._own_seconds()
 
     def _look(self) -> bool:
-        """Look what others use, now and then; tells whether it did."""
+        """Measure what others use, now and then; returns whether it did."""
         now = self._now()
         elapsed = now - self._looked_at
         if elapsed < LOOK_SECONDS:

@@ -51,10 +51,10 @@ class SandboxState:
 
 @asynccontextmanager
 async def open_state(settings: SandboxSettings) -> AsyncIterator[SandboxState]:
-    """Open what runs programs, and the turns of those who want to.
+    """Open what runs programs, and the queue for it.
 
     Raises:
-        Unavailable: no allowed level of isolation works here; the detail says why for each.
+        Unavailable: no allowed level of isolation works here; the detail has the reason for each.
         InvalidRequest: the configured interpreter cannot be used, or the provider has no key.
         ProviderFailed: the provider refuses its key.
     """

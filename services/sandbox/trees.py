@@ -73,7 +73,7 @@ def remove_tree(path: Path) -> None:
 
 
 def _hoist(name: str, top: int, moved: int) -> int:
-    """Empty a directory: move its directories to the top under names of ours, remove the rest."""
+    """Empty a directory: move its directories to the top under generated names, remove the rest."""
     directory = _open(name, at=top)
     try:
         for inner in _names(directory):
@@ -145,7 +145,7 @@ def own_directory() -> Iterator[Path]:
 
 
 def sweep_leftovers(parent: Path) -> None:
-    """Remove directories of this user's services that live no more: nobody holds their lock."""
+    """Remove directories of this user's services that have ended: their lock is free."""
     for directory in parent.glob(f"{PREFIX}*"):
         try:
             if directory.lstat().st_uid != os.getuid():

@@ -1,6 +1,6 @@
-"""Runs programs and sessions in boxes, each in one of its own that nobody has used: as ``Executor`` does here.
+"""Runs programs and sessions in boxes, each in a fresh one: the counterpart of ``Executor``.
 
-A box that is lost, or a provider that fails, says nothing about a program: it runs again in another box once, and is
+A lost box, or a failing provider, is not the program's fault: it runs again in another box once, and is
 ``SandboxFailed`` then.
 """
 
@@ -41,7 +41,7 @@ class BoxExecutor:
     """
 
     level = None
-    """The provider isolates, and says how."""
+    """The provider isolates, by its own means."""
     num_spoiled = 0
     num_servers_lost = 0
     num_servers_ended = 0
@@ -139,7 +139,7 @@ class BoxExecutor:
             failures.add_metric((self.provider, cause.value), self.boxes.failures[cause])
         yield failures
         yield CounterMetricFamily(
-            "flotilla_sandbox_orphans", "Boxes taken away that nobody held", value=self.boxes.num_orphans
+            "flotilla_sandbox_orphans", "Boxes removed that had no owner", value=self.boxes.num_orphans
         )
         for name, meaning, value in (
             ("sandbox_boxes", "Boxes that there are", self.boxes.num_held),

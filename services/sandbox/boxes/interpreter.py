@@ -88,7 +88,7 @@ def serve(home: str) -> None:
 
 
 def run(text: str, name: str, space: "dict[str, object]") -> bytes:
-    """Run a cell; the value of its last expression is printed, an exception is told on stderr."""
+    """Run a cell; the value of its last expression is printed, an exception is printed to stderr."""
     try:
         tree = ast.parse(text, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -112,7 +112,7 @@ def ask(home: str, cell: str, seconds: float, told: str) -> None:
         home: as of ``start``.
         cell: file with its text.
         seconds: its time.
-        told: file for how it ended.
+        told: file for its exit status.
     """
     outcome, said = "exited", b""
     with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:

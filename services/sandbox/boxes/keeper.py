@@ -1,7 +1,7 @@
-"""The boxes of a service: some are kept warm, each is somebody's or is taken away, and what others left is found.
+"""The boxes of a service: some are kept warm, each has an owner or is removed, and orphans are found.
 
-Whoever waits for a box waits for so long and no longer; the box that comes later is taken away again, or is kept warm.
-A box that could not be taken away, or of which only the provider knows, is found by its labels at the next look.
+The wait for a box is bounded; a box that comes later is removed again, or kept warm.
+A box that could not be removed, or of which only the provider knows, is found by its labels at the next scan.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Kept:
     """What boxes a service has.
 
     Attributes:
-        image: of boxes that nobody names an image for.
+        image: the default image of boxes.
         warm: how many of them are kept ready.
         start_seconds: for which one is waited.
         lifetime_seconds: of one that is kept warm; a session that lasts longer gets another one.
@@ -60,7 +60,7 @@ class Kept:
 
     @property
     def least_seconds(self) -> float:
-        """Tell what a box that is kept warm has left to live at least."""
+        """Return the minimum remaining life of a box that is kept warm."""
         return max(self.lifetime_seconds - WARM_SECONDS, self.lifetime_seconds / 2)
 
     def wanted(self, image: str, lifetime_seconds: float) -> Wanted:
@@ -94,7 +94,7 @@ class Boxes:
         self.failures: Counter[Cause] = Counter()
         """How often the provider failed, by why."""
         self.num_orphans = 0
-        """How many boxes were taken away that nobody held."""
+        """How many boxes without an owner were removed."""
         self._owner, self._now = owner, now
         self._held: set[str] = set()
         self._making: set[str] = set()
@@ -130,7 +130,7 @@ class Boxes:
         self._loops = [asyncio.create_task(self._keep_warm()), asyncio.create_task(self._keep_looking())]
 
     async def take(self, image: str | None, seconds: float, *, is_fresh: bool = False) -> Box:
-        """Give a box that nobody has used, which lives for so long at least.
+        """Return a fresh box, which lives for so long at least.
 
         Args:
             image: None: the one of warm boxes.
@@ -165,7 +165,7 @@ class Boxes:
             raise
 
     def drop(self, box: Box) -> None:
-        """Take a box away, while nobody waits for it."""
+        """Remove a box in the background."""
         self._start(self._destroy(box.id))
 
     def count(self, error: ProviderFailed) -> None:
@@ -173,7 +173,7 @@ class Boxes:
         self.failures[error.cause] += 1
 
     async def look(self) -> None:
-        """Ask what boxes there are, and take away those that nobody needs.
+        """List the boxes, and remove those that are not needed.
 
         Raises:
             ProviderFailed: the provider does not say.
@@ -183,16 +183,16 @@ class Boxes:
         await asyncio.gather(*(self._sweep(found.id) for found in listed if self._is_nobodys(found, making, held)))
 
     async def _sweep(self, box_id: str) -> None:
-        """Take a box away that nobody holds; one that cannot be is met at the next look, and keeps no other."""
+        """Remove a box without an owner; one that cannot be is retried at the next scan, and delays no other."""
         try:
             await self.provider.destroy(box_id)
         except ProviderFailed as error:
             self.count(error)
             facts = {"box": box_id, "error": error.detail}
-            log.warning("a sandbox that nobody holds could not be taken away", extra=facts)
+            log.warning("an orphaned sandbox could not be removed", extra=facts)
         else:
             self.num_orphans += 1
-            log.warning("a sandbox that nobody holds was taken away", extra={"box": box_id})
+            log.warning("an orphaned sandbox was removed", extra={"box": box_id})
 
     def _is_nobodys(self, found: Found, making: set[str], held: set[str]) -> bool:
         if found.labels.get(OWNER) == self._owner:
@@ -202,7 +202,7 @@ class Boxes:
         return is_orphan(found, self._owner, time.time())
 
     async def close(self) -> None:
-        """Take all boxes away and close the provider, within bounds: what is left ends by itself."""
+        """Remove all boxes and close the provider, within bounds: the rest ends by itself."""
         self._is_closing = True
         for loop in self._loops:
             loop.cancel()
@@ -238,7 +238,7 @@ class Boxes:
         return box
 
     def _came_late(self, making: "asyncio.Task[Box]") -> None:
-        """Use a box for which nobody waits any more."""
+        """Use a box that is no longer waited for."""
         if making.cancelled() or making.exception() is not None:
             return
         box = making.result()
@@ -278,7 +278,7 @@ class Boxes:
                     await self._is_short.wait()
 
     async def _keep_looking(self) -> None:
-        """Look for boxes that nobody holds."""
+        """Scan for boxes without an owner."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 async def open_boxes(
     settings: SandboxSettings, num_slots: int, *, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[Opened]:
-    """Open the provider of a service. Turns and quotas are as on this machine: a slot stands for a box.
+    """Open the provider of a service. Turns and quotas are as on this machine: a slot is a box.
 
     Args:
         settings: of the service.

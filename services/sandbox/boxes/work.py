@@ -1,7 +1,7 @@
 """One piece of work in a box: files go there as one archive, a script runs commands, the results come back as another.
 
 Only ``sh``, ``tar``, ``head`` and ``timeout`` are needed of an image. The script's own outputs go to files, so that
-what a command leaves behind holds nobody up, and what it prints is cut in the box.
+what a command leaves behind delays nothing, and its output is cut in the box.
 """
 
 import base64
@@ -36,7 +36,7 @@ BLOCK: Final = 512
 FILE_TYPES: Final = frozenset({b"0", b"\0"})
 SIZE_DIGITS: Final = frozenset(b"01234567")
 TOLD: Final = "told"
-"""A file of results, for what a command has to say beside its outputs."""
+"""A file of results, for a command's report beside its outputs."""
 
 SCRIPT: Final = """\
 cd "$(dirname "$0")" || exit 70
@@ -192,7 +192,7 @@ def _add(archive: tarfile.TarFile, path: str, content: bytes) -> None:
 
 
 def _read(work: Work, result: bytes | None, code: int) -> Done:
-    """Read what came back. Without it the program has taken it away: nobody else was there.
+    """Read what came back. Without it the program has removed it: nothing else had access.
 
     A program's files come from its box as it left them, so none of it is believed to be well formed.
     """
@@ -268,7 +268,7 @@ def _output(content: bytes, limits: Limits) -> str:
 
 
 def told(done: Done) -> "dict[str, object]":
-    """Read what a command has to say beside its outputs; empty if that is nothing."""
+    """Read a command's report beside its outputs; empty if there is none."""
     try:
         found = json.loads(done.told or b"{}")
     except (ValueError, RecursionError):

@@ -14,13 +14,13 @@ from flotilla.services.sandbox.limits import Limits
 
 
 def write_files(job: Job, directory: str) -> None:
-    """Write the files of a job into a directory in which nobody works yet."""
+    """Write the files of a job into an unused directory."""
     for path, content in job.files.items():
         write_file(directory, path, binascii.a2b_base64(content))
 
 
 def write_file(directory: str, path: str, content: bytes) -> None:
-    """Write a new file below a directory in which nobody else works yet."""
+    """Write a new file below an unused directory."""
     target = f"{directory}/{path}"
     if "/" in path:
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120

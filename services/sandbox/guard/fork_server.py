@@ -35,7 +35,7 @@ _LEFT: "list[IsProgram]" = []
 
 
 def serve(paths: Iterable[str], modules_before: Iterable[str]) -> bool:
-    """Fork the guard, and processes for its runs until it is gone; returns only in a child that is the program.
+    """Fork the guard, and processes for its runs until it ends; returns only in a child that is the program.
 
     Args:
         paths: entries of the module path that programs must not see.
@@ -82,7 +82,7 @@ def _join(groups: "list[int]") -> None:
 
 
 class _Server:
-    """Makes a place for a run when the guard asks, and tells it when all of the run is gone; one run at a time.
+    """Makes a place for a run when the guard asks, and notifies it when all of the run has ended; one run at a time.
 
     From a fork to the run's end it only waits: the process of a run writes to most of what it uses, and while that is
     shared each write of the server to the same page would be one more copy.
@@ -100,7 +100,7 @@ class _Server:
         theirs.close()
 
     def serve(self) -> None:
-        """Serve until the guard is gone; then end what it leaves.
+        """Serve until the guard has ended; then end what it leaves.
 
         Raises:
             IsProgram: in the child that is the program.
@@ -112,7 +112,7 @@ class _Server:
             self._control.send(DONE)  # a program may have ended the guard: that is its failure, not the server's
 
     def _run(self) -> bool:
-        """Fork the processes of a run, and wait until all of it is gone; False if the guard is gone first.
+        """Fork the processes of a run, and wait until all of it has ended; False if the guard ends first.
 
         Raises:
             IsProgram: in the child that is the program.
@@ -149,7 +149,7 @@ class _Server:
         return True
 
     def _end(self, first: int, stream: socket.socket, status: bytes) -> None:
-        """End what is left of a run whose program has ended, and tell the guard.
+        """End the rest of a run whose program has ended, and notify the guard.
 
         Args:
             first: process of its process namespace; 0 if it has none.
@@ -169,7 +169,7 @@ class _Server:
 
     @staticmethod
     def _end_all(but: "tuple[int, ...]") -> None:
-        """End all processes below this one but some; who lost a parent is this one's child."""
+        """End all processes below this one but some; orphans are this one's children."""
         while others := [pid for pid in _children() if pid not in but]:
             for pid in others:
                 with suppress(ProcessLookupError):

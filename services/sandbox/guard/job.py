@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 from flotilla.services.sandbox.limits import Limits
 
 READY = b"ready"
-"""What the fork server says when it is warm and has forked nothing yet."""
+"""The fork server's message when it is warm and has forked nothing yet."""
 JOINED = b"joined"
-"""What it says when it has read its orders, and joined the control groups whose files came with them."""
+"""Its message when it has read its orders, and joined the control groups whose files came with them."""
 DONE = b"done"
-"""What it says when all of a run is gone."""
+"""Its message when all of a run has ended."""
 
 FORKING = b"f"
-"""What it says to the guard before it forks; until then no program may run."""
+"""Its message to the guard before it forks; until then no program may run."""
 ENDED, GONE = b"e", b"g"
-"""What it says of a run to the guard, both with the wait status: the program has ended, and nothing is left of it."""
+"""Its messages to the guard about a run, both with the wait status: the program has ended; nothing is left of it."""
 
 PHASE_OVER = b" "
 """What the guard writes before the answer for each command that is over and is ended now with all it has left, unless
@@ -206,7 +206,7 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class JobResult:
-    """How a job ended. ``error`` says what the guard itself could not do; it is empty otherwise."""
+    """How a job ended. ``error`` is the guard's own failure, else empty."""
 
     phases: tuple[PhaseResult, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)

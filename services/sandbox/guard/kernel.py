@@ -86,7 +86,7 @@ def unshare(flags: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for ever, also those that executing a file could bring back.
+    """Drop every capability for ever, also those that executing a file could bring back.
 
     Raises:
         OSError: the kernel refused.
@@ -97,7 +97,7 @@ def drop_capabilities() -> None:
 
 
 def set_no_capabilities() -> None:
-    """Give up every capability; executing a file could bring some back.
+    """Drop every capability; executing a file could bring some back.
 
     Raises:
         OSError: the kernel refused.

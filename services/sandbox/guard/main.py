@@ -54,7 +54,7 @@ def guard(control: socket.socket, link: socket.socket, orders: Orders) -> NoRetu
             _run_one(caller, link, requested, orders)
             os.close(caller)
             control.send(DONE)
-            # The next one is made while nobody waits, and beside no program.
+            # The next one is made without a waiter, and beside no program.
             requested = place.request(link)
     except BaseException:  # this is a copy of the server and must not continue as one
         os._exit(1)
@@ -98,7 +98,7 @@ def _attend(caller: int, where: "Place | Exception", orders: Orders) -> None:
     """Read a job, run it and answer.
 
     Raises:
-        ConnectionError: nobody reads the answer.
+        ConnectionError: the answer is not read.
     """
     text = read_message(caller)
     if not text:
@@ -116,7 +116,7 @@ def _attend(caller: int, where: "Place | Exception", orders: Orders) -> None:
         result = run_job(job, caller, where)
     except ConnectionError:
         raise
-    except Exception as error:  # whatever went wrong in here is the sandbox's fault and must be told
+    except Exception as error:  # any error in here is the sandbox's fault and must be reported
         result = JobResult(error=f"{type(error).__name__}: {error}"[:1000])
     if is_session:
         session.tell(caller, CellResult(result, is_alive=False))

@@ -21,7 +21,7 @@ def write_all(stream: int, content: bytes) -> None:
     """Write all of it.
 
     Raises:
-        OSError: nobody reads there any more.
+        OSError: the reader has closed.
     """
     unwritten = memoryview(content)
     while unwritten:

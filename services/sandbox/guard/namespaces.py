@@ -6,7 +6,7 @@ left in them, and to make and remove one of the network takes as long as all oth
 
 - Network: there is no interface but a loopback that is down, and no process or socket of anybody else. Only who has
   rights in bwrap's user namespace could change that; what sockets a program has are gone with it.
-- Users: who is in it has no rights anywhere, not even in it.
+- Users: a process in it has no rights anywhere, not even in it.
 """
 
 import os
@@ -69,7 +69,7 @@ def _namespace(kind: str) -> int:
 
 
 def _make_users() -> int:
-    """Make a user namespace in which the server's uid is nobody's; a process of it ends at once, but it stays."""
+    """Make a user namespace in which the server's uid is ``nobody``; its process ends at once, but it stays."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         if (pid := os.fork()) == 0:
@@ -125,7 +125,7 @@ def fork(own: int, first_made: "Callable[[], object]") -> "tuple[int, int]":
 
 
 def furnish(limits: Limits, prepared: Prepared) -> int:
-    """Make what a program finds, in namespaces of its own, and give up every privilege.
+    """Make what a program finds, in namespaces of its own, and drop every privilege.
 
     It finds an empty working directory, empty shared memory, and its own processes.
 

@@ -54,7 +54,7 @@ class Place:
     Attributes:
         roots: the first of a process namespace, or else the fork server: orphans are below it; and the process that
             becomes the program, or is its agent.
-        first: stream on which the end of the run is told.
+        first: stream for the end of the run.
         program: stream of the process that becomes the program, or is its agent.
         directory: where the program works, as the guard reaches it.
         kept: descriptors that keep the directory, and the mounts around it.
@@ -109,7 +109,7 @@ class Place:
         return self.program if self._has_agent else self.first
 
     def has_ended(self) -> bool:
-        """Look whether the command has ended; then ``status`` says how, and ``reason`` why it did not start."""
+        """Check whether the command has ended; then ``status`` is its status, and ``reason`` why it did not start."""
         while self.status is None and _can_be_read(self.ending, 0.0):
             self._read(self.ending)
         if self.status is not None and not self._has_agent and _can_be_read(self.program, 0.0):
@@ -117,7 +117,7 @@ class Place:
         return self.status is not None
 
     def tree(self) -> "dict[int, ProcessStatus]":
-        """Look at the processes of the program."""
+        """Measure the processes of the program."""
         found = descendants(*self.roots)
         found.pop(os.getpid(), None)
         if self._has_agent:
@@ -202,7 +202,7 @@ class Place:
             self._read(self.program, answer)
 
     def _read(self, stream: socket.socket, answer: bytes = b"") -> None:
-        """Take note of what is said of the run; who says it may have been killed."""
+        """Read the messages about the run; their sender may have been killed."""
         try:
             message = stream.recv(MESSAGE_BYTES)
         except OSError:

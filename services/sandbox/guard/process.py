@@ -1,6 +1,6 @@
 """Feeding, draining and watching one command, and ending everything that it started.
 
-A command is over only when every process below the first one of its run is gone.
+A command is over only when every process below the first one of its run has ended.
 """
 
 import binascii
@@ -59,7 +59,7 @@ class Drain:
         return bool(piece)
 
     def read_rest(self) -> None:
-        """Read what is left once no writer is."""
+        """Read the rest once there is no writer."""
         while self.read():
             pass
 
@@ -81,7 +81,7 @@ def run_phase(phase: Phase, job: Job, place: Place, caller: int, *, is_last: boo
         phase: the command.
         job: within which limits.
         place: where.
-        caller: stream of the service; it can be read once nobody waits for the answer any more.
+        caller: stream of the service; it becomes readable once the answer is not awaited any more.
         is_last: all that the job has left behind is ended with this command; otherwise only if it fails.
     """
     started = time.monotonic()
@@ -96,7 +96,7 @@ def run_phase(phase: Phase, job: Job, place: Place, caller: int, *, is_last: boo
     if place.reason:
         outcome, detail = _not_started(phase, job), place.reason
     if outcome != EXITED or time.monotonic() > started + POLL_SECONDS:
-        with suppress(OSError):  # nobody waits any more
+        with suppress(OSError):  # the caller has gone
             os.write(caller, PHASE_OVER)
     status = place.end() if is_last or outcome != EXITED else place.status
     for drain in drains:
@@ -108,7 +108,7 @@ def run_phase(phase: Phase, job: Job, place: Place, caller: int, *, is_last: boo
 
 
 def _not_started(phase: Phase, job: Job) -> str:
-    """Tell whose fault it is: what lies in the working directory was made by the program, and has to be there."""
+    """Decide whose fault it is: what lies in the working directory was made by the program, and has to exist."""
     return OVER_LIMIT if phase.argv[0].startswith(f"{job.directory}/") else NOT_STARTED
 
 
@@ -199,7 +199,7 @@ def why_ended(verdict: str, limit_seconds: float) -> str:
 
 
 def feed(descriptor: int, unsent: memoryview) -> memoryview:
-    """Write some of it; an empty view means that there is no more to write, or nobody to read it."""
+    """Write some of it; an empty view means that there is no more to write, or no reader."""
     try:
         return unsent[os.write(descriptor, unsent[:CHUNK_BYTES]) :]
     except BlockingIOError:

@@ -1,6 +1,6 @@
 """What a process does between its fork and the program that it becomes.
 
-It makes the place of its run while nobody waits for that, gives up every privilege, waits for one order, and confines
+It makes the place of its run ahead of need, drops every privilege, waits for one order, and confines
 itself.
 
 A command that is the fork server's own command line (``python -s -B main.py``) is not executed: the process is that
@@ -21,7 +21,7 @@ from flotilla.services.sandbox.guard.job import KILL_DESCENDANTS, KILL_UID, Orde
 from flotilla.services.sandbox.limits import Limits, apply_rlimits
 
 MADE, FAILED = b"m", b"!"
-"""What it says besides what its agent says: the place is made, something failed (and why)."""
+"""Its own messages besides its agent's: the place is made, something failed (and why)."""
 MESSAGE_BYTES = 65536
 MOST_STREAMS = 8
 OWN_PROCESSES = 5
@@ -80,7 +80,7 @@ def become(channel: socket.socket, orders: Orders, prepared: "namespaces.Prepare
 
 
 def _make_place(channel: socket.socket, orders: Orders, prepared: "namespaces.Prepared | None") -> int:
-    """Make what the program finds and tell the guard.
+    """Make what the program finds and notify the guard.
 
     Returns:
         A descriptor through which this process sets how soon the kernel ends it when memory runs out.

@@ -35,13 +35,13 @@ def run(source: str) -> NoReturn:
             text = file.read()
         exec(compile(text, path, "exec", dont_inherit=True), space)  # noqa: S102  to run it is the point
         code = 0
-    except BaseException as error:  # of whatever kind: Python tells it on stderr
+    except BaseException as error:  # of whatever kind: Python prints it to stderr
         code = told(error)
     end(code, directory, num_modules)
 
 
 def told(error: BaseException) -> int:
-    """Print what Python prints of an exception that nobody caught, and return the exit code."""
+    """Print an uncaught exception as Python does, and return the exit code."""
     # The first entry of the traceback is this module's.
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     error.__traceback__ = trace

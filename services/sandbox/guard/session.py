@@ -62,8 +62,8 @@ class Interpreter:
     """The interpreter of a session, as the guard holds it.
 
     Attributes:
-        cells, ends: where it is given cells, and says that one has ended.
-        closed: outputs that nobody can write any more.
+        cells, ends: where it receives cells, and reports that one has ended.
+        closed: outputs without a writer.
     """
 
     job: Job
@@ -167,7 +167,7 @@ def _attend(interpreter: Interpreter, cell: Cell, drains: "list[Drain]", before:
 
 
 class _Watch:
-    """Looks at a running cell at intervals."""
+    """Checks a running cell at intervals."""
 
     def __init__(self, interpreter: Interpreter, cell: Cell, before: Baseline) -> None:
         self._job = interpreter.job
@@ -184,7 +184,7 @@ class _Watch:
         return max(0.0, self._next - time.monotonic())
 
     def ended(self, return_code: int) -> Ended:
-        """Return how a cell ended that the interpreter says has ended."""
+        """Return how a cell ended that the interpreter reports as ended."""
         if self._last is not None:
             return Ended(self._verdict, None, self._too_long(), is_alive=True)
         return Ended(EXITED, return_code, is_alive=True)

@@ -1,7 +1,7 @@
 """The interpreter of a session: it runs cells in one ``__main__``, as an interactive interpreter does.
 
-A cell's last expression is printed; an exception is told on stderr and costs nothing; an exit ends the session. What
-this process says of itself is worth no more than what its program prints: limits are the guard's.
+A cell's last expression is printed; an exception is printed to stderr and costs nothing; an exit ends the session. What
+this process reports of itself is as untrusted as what its program prints: limits are the guard's.
 """
 
 import _ast
@@ -14,7 +14,7 @@ from typing import NoReturn
 from flotilla.services.sandbox.guard.python_main import end, flush, told
 
 CELLS, ENDS = 3, 4
-"""Descriptors: where cells come from, and where the end of each is told."""
+"""Descriptors: for cells, and for the end of each."""
 FINE, FAILED = b"0", b"1"
 LENGTH_BYTES = 8
 ONLY_TREE = 0x400
@@ -83,7 +83,7 @@ def _tell(said: bytes) -> None:
             os.write(ENDS, said)
         except KeyboardInterrupt:  # it was meant for the cell, which has ended
             continue
-        except OSError:  # the program closed it: nobody learns how its cells end
+        except OSError:  # the program closed it: the ends of its cells are unknown
             return
         return
 
@@ -95,7 +95,7 @@ def _run(text: str, name: str) -> bytes:
             exec(piece, space)  # noqa: S102  to run it is the point
     except SystemExit as error:
         raise _Exit(told(error)) from None
-    except BaseException as error:  # of whatever kind: it is told as Python tells it
+    except BaseException as error:  # of whatever kind: it is printed as Python does
         _tell_exception(error, text, name)
         return FAILED
     return FINE

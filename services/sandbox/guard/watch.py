@@ -72,7 +72,7 @@ def read(path: str) -> bytes:
 
 
 def read_status(pid: int) -> "ProcessStatus | None":
-    """Read one process; None if it is gone."""
+    """Read one process; None if it has ended."""
     try:
         line = read(f"/proc/{pid}/stat")
     except OSError:
@@ -133,7 +133,7 @@ def proportional_bytes(pid: int) -> "int | None":
 
 
 def memory_bytes(tree: "dict[int, ProcessStatus]", limit_bytes: int) -> int:
-    """Sum the memory of a tree. Shared pages are told apart only where the simple sum is over the limit."""
+    """Sum the memory of a tree. Shared pages are counted once only where the simple sum is over the limit."""
     simple = sum(status.resident_bytes for status in tree.values())
     if simple <= limit_bytes:
         return simple
@@ -158,7 +158,7 @@ class Held:
 
 
 def held(tree: "dict[int, ProcessStatus]", device: int) -> Held:
-    """Look at what a tree has open and mapped. No file is on its way between processes: the filter denies sending any.
+    """Measure what a tree has open and mapped. No file is on its way between processes: the filter denies sending any.
 
     Args:
         tree: the processes.
@@ -229,11 +229,11 @@ class Baseline:
 
     @classmethod
     def of(cls, tree: "dict[int, ProcessStatus]") -> "Baseline":
-        """Look at a tree."""
+        """Measure a tree."""
         return cls(cpu_seconds(tree), {pid: queued_seconds(pid) for pid in tree}, queued_seconds(os.getpid()))
 
     def look(self, tree: "dict[int, ProcessStatus]") -> None:
-        """Count what has been waited since the last look. Of a process that has ended nobody could tell later."""
+        """Count the waiting time since the last check. For an ended process it would be lost."""
         queued = {pid: queued_seconds(pid) for pid in tree}
         since = [seconds - self.queued_seconds.get(pid, 0.0) for pid, seconds in queued.items()]
         self.waited_seconds += max(since, default=0.0)
@@ -273,7 +273,7 @@ class Blockage:
         self._since: float | None = None
 
     def look(self, tree: "dict[int, ProcessStatus]", now: float) -> None:
-        """Look at a tree; it was blocked between two looks if it is at both."""
+        """Measure a tree; it was blocked between two checks if it is at both."""
         is_blocked = bool(tree) and all(status.is_blocked for status in tree.values())
         if is_blocked and self._since is not None:
             self.seconds += now - self._since

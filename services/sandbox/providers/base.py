@@ -1,6 +1,6 @@
 """What a provider does, how it fails, and whose a box is.
 
-A box is a machine of somebody else's: a container, a pod, a hosted virtual machine. Every provider labels what it makes
+A box is a provider's machine: a container, a pod, a hosted virtual machine. Every provider labels what it makes
 with its owner and its end, and has it end by itself then: a box outlives a service that was killed by its lease alone.
 """
 
@@ -17,7 +17,7 @@ from typing import ClassVar, Final, Protocol
 from flotilla.services.sandbox.fork_servers import SandboxFailed
 
 OWNER, BOX, UNTIL = "flotilla-owner", "flotilla-box", "flotilla-until"
-"""Labels of a box: who made it, its own name, and when it ends (seconds since 1970)."""
+"""Labels of a box: its owner, its own name, and when it ends (seconds since 1970)."""
 MARK, MARKED = "flotilla", "sandbox"
 """A label that all boxes have, by which providers find them."""
 
@@ -28,7 +28,7 @@ STARTED: Final = 19
 
 
 class Cause(StrEnum):
-    """Why a provider failed. None of them says anything about a program."""
+    """Why a provider failed. None of them is a program's fault."""
 
     ABSENT = "absent"
     """It cannot be reached."""
@@ -37,15 +37,15 @@ class Cause(StrEnum):
     REFUSED = "refused"
     """It refuses: the credentials, the quota, the image."""
     FAILED = "failed"
-    """It says that it failed, or says what cannot be read."""
+    """It reports a failure, or its answer cannot be parsed."""
     LATE = "late"
     """It does not answer in time."""
     LOST = "lost"
-    """The box is gone."""
+    """The box is lost."""
 
 
 class ProviderFailed(SandboxFailed):
-    """The provider failed; this says nothing about the program.
+    """The provider failed; this is not the program's fault.
 
     Args:
         cause: why.
@@ -86,7 +86,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """A box that is there: by the provider's id, with its labels."""
+    """An existing box: the provider's id, with its labels."""
 
     id: str
     labels: Mapping[str, str]
@@ -155,14 +155,14 @@ class Provider(Protocol):
         """
 
     async def destroy(self, box_id: str) -> None:
-        """Take a box away; nothing happens if it is gone.
+        """Remove a box; nothing happens if it is gone.
 
         Raises:
-            ProviderFailed: it could not be taken away.
+            ProviderFailed: it could not be removed.
         """
 
     async def list(self) -> Sequence[Found]:
-        """List the boxes that have an owner of ours, whichever.
+        """List the boxes that have any Flotilla owner.
 
         Raises:
             ProviderFailed: they could not be listed.
@@ -173,16 +173,16 @@ class Provider(Protocol):
 
 
 def owner_here() -> str:
-    """Name this process so that another one beside it can tell whether it still lives."""
+    """Name this process so that others can check whether it still lives."""
     return f"{_host()}.{os.getpid()}.{_began(os.getpid())}"
 
 
 def is_orphan(found: Found, me: str, now: float) -> bool:
-    """Return whether nobody needs a box of another owner any more: its end has come, or its owner is gone.
+    """Return whether a box of another owner is not needed any more: its end has come, or its owner has ended.
 
     Args:
         found: the box.
-        me: who asks; whether its own are needed it knows itself.
+        me: the caller; whether its own are needed it knows itself.
         now: seconds since 1970.
     """
     until, owner = _number(found.labels.get(UNTIL, "")), found.labels.get(OWNER, "")
@@ -196,12 +196,12 @@ def is_orphan(found: Found, me: str, now: float) -> bool:
 
 
 def _number(label: str) -> int | None:
-    """Read a label that is a number of ours; a stranger's may be anything."""
+    """Parse a numeric label; a foreign one may be anything."""
     return int(label) if label.isascii() and label.isdigit() and len(label) < 20 else None
 
 
 def _began(pid: int) -> int | None:
-    """Tell when a process began, in the kernel's ticks, which no change of the clock moves; None if there is none."""
+    """Return when a process began, in the kernel's ticks, which no change of the clock moves; None if there is none."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -210,6 +210,6 @@ def _began(pid: int) -> int | None:
 
 
 def _host() -> str:
-    """Name what process numbers are told apart by: of another boot, or in another container, they say nothing here."""
+    """Name the namespace of pids: those of another boot, or in another container, have no meaning here."""
     parts = (socket.gethostname(), BOOT.read_text().strip(), str(PROCESSES.readlink()))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]

@@ -37,7 +37,7 @@ class Daytona:
     Args:
         url: of its API.
         key: of the account.
-        owner: who makes its boxes.
+        owner: the owner of its boxes.
         transport: another one than sockets.
     """
 
@@ -92,7 +92,7 @@ class Daytona:
 
     async def execute(self, box: Box, script: str, seconds: float) -> int:
         """Run a script by the toolbox; see ``Provider.execute``."""
-        # The toolbox splits a command into words by itself, and knows no shell. Of an image without base64 it is told.
+        # The toolbox splits a command into words by itself, and knows no shell. An image without base64 is reported.
         packed = base64.b64encode(script.encode()).decode()
         command = f'sh -c "echo {packed} | base64 -d >{SCRIPT} && exec sh {SCRIPT}"'
         body = {"command": command, "timeout": math.ceil(seconds)}
@@ -132,10 +132,10 @@ class Daytona:
             raise
 
     async def _check_there(self, box: Box) -> None:
-        """Raise that a sandbox is gone, where it is.
+        """Raise if a sandbox is lost.
 
         Raises:
-            ProviderFailed: it is gone, or nobody knows.
+            ProviderFailed: it is lost, or its state is unknown.
         """
         reply = await self._wire.ask("GET", f"/sandbox/{box.id}", allowed=(404,))
         if reply.status_code == 404 or str(object_of("daytona", reply).get("state")) in GONE:
@@ -143,7 +143,7 @@ class Daytona:
 
     async def destroy(self, box_id: str) -> None:
         """Delete the sandbox; see ``Provider.destroy``."""
-        # 409: its state changes, for it is being made or taken away; who sweeps tries again.
+        # 409: its state changes, for it is being made or removed; the sweep tries again.
         await self._wire.ask("DELETE", f"/sandbox/{box_id}", allowed=(404, 409))
 
     async def list(self) -> Sequence[Found]:

@@ -33,7 +33,7 @@ API: Final = "/v1.43"
 PULL_SECONDS: Final = 600.0
 TAR_ROOM: Final = 16_384
 LAST_BYTES: Final = 65_536
-"""Of the progress of a pull, whose last line says how it ended."""
+"""Of the progress of a pull, whose last line has its result."""
 
 
 class Docker:
@@ -41,7 +41,7 @@ class Docker:
 
     Args:
         url: of its API.
-        owner: who makes its boxes.
+        owner: the owner of its boxes.
         runtime: of containers, such as ``runsc``; None: the engine's own.
         transport: another one than sockets.
     """

@@ -21,7 +21,7 @@ from flotilla.services.sandbox.providers.wire import Answered, Wire, found_boxes
 URL: Final = "https://api.e2b.app"
 ENVD_PORT: Final = 49983
 DOMAINS: Final = frozenset({"e2b.app", "e2b.dev"})
-"""Of which one host serves all sandboxes, told apart by a header."""
+"""One host serves all sandboxes, distinguished by a header."""
 PAGES: Final = 100
 CREATE_SECONDS: Final = 60.0
 ENVELOPE: Final = struct.Struct(">BI")
@@ -35,7 +35,7 @@ class E2B:
     Args:
         url: of its API.
         key: of the account.
-        owner: who makes its boxes.
+        owner: the owner of its boxes.
         transport: another one than sockets.
     """
 
@@ -57,7 +57,7 @@ class E2B:
             "allow_internet_access": wanted.has_network,
             "secure": True,
         }
-        # Made twice, one of them is nobody's, and is found by its label.
+        # Made twice, one of them is orphaned, and is found by its label.
         reply = await self._wire.ask("POST", "/sandboxes", json=body, seconds=CREATE_SECONDS)
         made = object_of("e2b", reply)
         box_id = text_of("e2b", made, "sandboxID")
@@ -187,7 +187,7 @@ def _mapping(value: object) -> Answered:
 
 
 def _exit_code(end: Answered) -> int:
-    """Read how a process ended: what is 0 may be left out, and a signal is told in words alone."""
+    """Read how a process ended: what is 0 may be left out, and a signal is given in words only."""
     code = end.get("exitCode", 0)
     if isinstance(code, int) and code >= 0 and end.get("exited", code == 0) is not False:
         return code
@@ -195,7 +195,7 @@ def _exit_code(end: Answered) -> int:
 
 
 def _told(error: ProviderFailed) -> ProviderFailed:
-    """Tell a sandbox that is gone from a server that failed: E2B answers 502 for both."""
+    """Distinguish a lost sandbox from a failed server: E2B answers 502 for both."""
     if error.cause in {Cause.FAILED, Cause.BUSY} and "not found" in error.detail:
         return ProviderFailed(Cause.LOST, error.detail)
     return error

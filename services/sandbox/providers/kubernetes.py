@@ -1,7 +1,7 @@
 """Boxes that are pods of a Kubernetes cluster, by the Sandbox resource of agent-sandbox.
 
 The controller of agent-sandbox makes the pod and takes both away at their end. Commands run by the API server's own
-``exec``, over a web socket, so that a pod needs no server of anybody's and may be of any image.
+``exec``, over a web socket, so that a pod needs no server and may have any image.
 
 Source: ``agents.x-k8s.io/v1beta1`` of kubernetes-sigs/agent-sandbox; ``v4.channel.k8s.io`` and ``v5.channel.k8s.io``.
 """
@@ -58,7 +58,7 @@ class Kubernetes:
     Args:
         url: of its API server.
         key: a token that it takes; None: that of this pod's service account.
-        owner: who makes its boxes.
+        owner: the owner of its boxes.
         namespace: of pods.
         runtime: their RuntimeClass; None: the cluster's own.
         transport: another one than sockets.
@@ -293,7 +293,7 @@ def _exit_code(status: bytes) -> int:
     """Read how a command ended.
 
     Raises:
-        ProviderFailed: it did not run, or nobody knows.
+        ProviderFailed: it did not run, or that is unknown.
     """
     try:
         said = json.loads(status)

@@ -1,6 +1,6 @@
 """Boxes that are sandboxes of Modal, asked by its own client: its API is that client's, and documented as such.
 
-An image is a container image, of which Modal builds one of its own at its first use; ``im-...`` is one that is there.
+An image is a container image, of which Modal builds one of its own at its first use; ``im-...`` is an existing one.
 The client repeats by itself what may be repeated, with one idempotency key; here each call is bounded.
 
 Source: the package ``modal``, as of 1.6.4.
@@ -30,7 +30,7 @@ BUILD_SECONDS: Final = 600.0
 """For an image that is built first."""
 CREATE_SECONDS: Final = 60.0
 ATTEMPTS: Final = 2
-"""Of a call without an answer: made twice, one of the sandboxes is nobody's, and is found by its label."""
+"""Of a call without an answer: made twice, one of the sandboxes is orphaned, and is found by its label."""
 SLACK_SECONDS: Final = 5.0
 MEBIBYTE: Final = 1 << 20
 AT_A_TIME: Final = 16
@@ -60,7 +60,7 @@ class Modal:
     Args:
         url: of its API; None: the one that the client knows.
         token: of the workspace, its id and its secret.
-        owner: who makes its boxes.
+        owner: the owner of its boxes.
     """
 
     kind: ClassVar[str] = "modal"

@@ -1,4 +1,4 @@
-"""From what a service is told to its provider."""
+"""From a service's settings to its provider."""
 
 import importlib.util
 from urllib.parse import urlsplit
@@ -51,7 +51,7 @@ def open_provider(
 
 
 def has_modal() -> bool:
-    """Tell whether the package is installed; nothing is imported."""
+    """Return whether the package is installed; nothing is imported."""
     return importlib.util.find_spec("modal") is not None
 
 
@@ -59,7 +59,7 @@ def _open_modal(url: str | None, key: str, owner: str) -> Provider:
     """Make the provider that is asked by a package of its own.
 
     Raises:
-        InvalidRequest: the package is missing, or what it is to be told is none of its.
+        InvalidRequest: the package is missing, or an option is unknown to it.
     """
     if not has_modal():
         raise InvalidRequest(

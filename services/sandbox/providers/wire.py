@@ -1,4 +1,4 @@
-"""Asking a provider over HTTP: bounded in time and in bytes, repeated where that does no harm, and told by its cause.
+"""Calls to a provider over HTTP: bounded in time and in bytes, retried where safe, with errors by cause.
 
 What was sent is in no error and no log line: it holds keys.
 """
@@ -177,7 +177,7 @@ class Wire:
         detail = f"{self._name} answered {status}: {_sentence(bytes(said))}"
         if status in BUSY:
             pause = _seconds(reply.headers.get("retry-after"))
-            # A call that is told to come later was not made.
+            # A call answered with Retry-After was not executed.
             return _Passing(Cause.BUSY, detail, pause_seconds=pause, was_made=status != 429 and not pause)
         if status == 404:
             return ProviderFailed(Cause.LOST, detail)
@@ -255,7 +255,7 @@ def _asked_pause(error: Exception) -> float:
 
 
 def _seconds(header: str | None) -> float:
-    """Read ``Retry-After``; 0 if it says nothing."""
+    """Read ``Retry-After``; 0 without it."""
     text = (header or "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 8 else 0.0
 

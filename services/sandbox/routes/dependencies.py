@@ -22,12 +22,12 @@ async def caller_of(
     request: Request,
     experiment: Annotated[str, Header(alias=EXPERIMENT_HEADER, max_length=MAX_EXPERIMENT_LENGTH)] = "",
 ) -> str:
-    """Say for whom a call is, as far as turns and processor time go: whose token, and for which experiment."""
+    """Return the caller to charge for turns and processor time: its token, and the experiment."""
     return name_caller(digest_of(request.headers.get("authorization", ""))[:16], experiment)
 
 
 async def is_gone_of(request: Request) -> Callable[[], bool]:
-    """Return how to tell whether who calls has hung up."""
+    """Return how to check whether the caller has hung up."""
     connection = connection_of(request.scope)
     return (lambda: False) if connection is None else connection.lost.done
 

@@ -30,7 +30,7 @@ class Slots(BaseModel):
 
     @property
     def has_any(self) -> bool:
-        """Whether there is one that can be used now, or that nobody expects."""
+        """Whether there is a usable one, or none is expected."""
         return self.total == 0 or self.out_of_use + self.backing_off < self.total
 
 
@@ -44,7 +44,7 @@ class Ready(BaseModel):
 
 @router.get("/healthz")
 async def healthz(sandbox: Sandbox) -> SandboxHealth:
-    """Tell the isolation that programs run under, why none better is used, and what can be run."""
+    """Return the isolation that programs run under, why none better is used, and what can be run."""
     return SandboxHealth(
         isolation=sandbox.runner.level,
         provider=sandbox.runner.provider,

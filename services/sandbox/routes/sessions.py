@@ -50,7 +50,7 @@ async def run_cell(session_id: str, request: CellRequest, token: Token, sandbox:
         NotFound: there is no session of this id and token.
         InvalidRequest: the files exceed the limits.
         SessionBusy: another cell of it runs.
-        SessionEnded: it is over; the detail says why.
+        SessionEnded: it is over; the detail has the cause.
     """
     session = sandbox.sessions.find(session_id, token)
     level = sandbox.runner.level

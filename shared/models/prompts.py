@@ -21,8 +21,8 @@ from flotilla.shared.config.sections.data import PLACE, DataConfig, ErrorOverlon
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import ModelError, PromptTooLong
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.schemas.task import IMAGE_MARK, Message
-from flotilla.shared.vision.processor import ImageProcessor
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.vision.processor import ImageProcessor, token_ids_of
 
 
 def keep_torch_out() -> None:
@@ -96,8 +96,9 @@ class PromptTemplate:
         """
         if self.input_template is not None or not tokenizer.chat_template:
             raise ModelError("prompts with images need the model's chat template: leave data.input_template out")
-        text = processor.expand(self.render(tokenizer, chat_of(messages)), images_of(messages))
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        chat = [processor.as_text(each) for each in chat_of(messages)]
+        text = processor.expand(self.render(tokenizer, chat), images_of(messages))
+        return token_ids_of(tokenizer, text)
 
     def render(self, tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, opens: bool = True, **options: Any) -> str:
         """Render messages by the model's chat template; raises whatever that program raises.
@@ -118,14 +119,13 @@ def images_of(messages: Sequence[Message]) -> list[bytes]:
 def chat_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Make messages as chat templates take them: one with images as parts, any other as text."""
     return [
-        {"role": message.role, "content": _parts_of(message.content) if message.images else message.content}
+        {"role": message.role, "content": _parts_of(message.texts) if message.images else message.content}
         for message in messages
     ]
 
 
-def _parts_of(content: str) -> list[dict[str, str]]:
-    """Divide the content of a message with images at its marks."""
-    texts = content.split(IMAGE_MARK)
+def _parts_of(texts: Sequence[str]) -> list[dict[str, str]]:
+    """Write the content of a message with an image between each two texts."""
     parts: list[dict[str, str]] = []
     for number, text in enumerate(texts):
         parts += [{"type": "image"}] if number else []

@@ -7,6 +7,7 @@ what the ledger, the plans and the checkpoints count.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 TASK_SCHEMA = 1
@@ -28,11 +29,33 @@ class Message:
         role, content: as chat templates know them.
         images: encoded, each where the content has ``IMAGE_MARK``; without any, such a mark is text like any other. A
             task's messages have theirs in ``Task.images``.
+        marks: where in the content the marks of images begin; None: all there are stand for images.
     """
 
     role: str
     content: str
     images: tuple[bytes, ...] = ()
+    marks: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_texts(cls, role: str, texts: Sequence[str], images: Sequence[bytes]) -> "Message":
+        """Make a message of what stands before, between and behind its images, whatever these texts have in them."""
+        content = IMAGE_MARK.join(texts)
+        if not images or content.count(IMAGE_MARK) == len(texts) - 1:
+            return cls(role, content, tuple(images))
+        ends = accumulate(len(text) + len(IMAGE_MARK) for text in texts[:-1])
+        return cls(role, content, tuple(images), tuple(end - len(IMAGE_MARK) for end in ends))
+
+    @property
+    def texts(self) -> list[str]:
+        """What stands before, between and behind its images."""
+        if not self.images:
+            return [self.content]
+        if self.marks is None:
+            return self.content.split(IMAGE_MARK)
+        starts = [0, *(mark + len(IMAGE_MARK) for mark in self.marks)]
+        ends = [*self.marks, len(self.content)]
+        return [self.content[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,7 @@ class Part:
         fields = written if isinstance(written, Mapping) else {}
         kind = fields.get("type", "text" if fields.get("text") is not None else None)
         if kind == "text":
-            text = str(fields.get("text") or "")
-            if IMAGE_MARK in text:
-                raise DataError(f"a text beside other parts has {IMAGE_MARK}: write the image as a part of its own")
-            return cls(text)
+            return cls(str(fields.get("text") or ""))
         if kind not in KINDS:
             raise DataError(f"a part of a message must be text, image or image_url, and is {kind or written!r}"[:200])
         # An entry that names its own image is never matched to another one.
@@ -68,9 +65,36 @@ class Part:
         return checked(data_of(self.source))
 
 
+def texts_of(parts: Sequence[Part]) -> list[str]:
+    """Join the texts of parts as far as no image is between them."""
+    found = [""]
+    for part in parts:
+        if part.text is None:
+            found.append("")
+        else:
+            found[-1] += part.text
+    return found
+
+
+def images_of(parts: Sequence[Part]) -> list[bytes]:
+    """List the images of parts.
+
+    Raises:
+        DataError: as ``Part.image``.
+    """
+    return [part.image() for part in parts if part.text is None]
+
+
 def marked(parts: Sequence[Part]) -> str:
-    """Write parts as a text with a mark for each image."""
-    return "".join(IMAGE_MARK if part.text is None else part.text for part in parts)
+    """Write parts of a row as a text with a mark for each image.
+
+    Raises:
+        DataError: a text has a mark.
+    """
+    texts = texts_of(parts)
+    if any(IMAGE_MARK in text for text in texts):
+        raise DataError(f"a text beside other parts has {IMAGE_MARK}: write the image as a part of its own")
+    return IMAGE_MARK.join(texts)
 
 
 def checked(data: bytes) -> bytes:

@@ -5,12 +5,13 @@ the engine and the trainer compute its pixels. Transformers' ``AutoProcessor`` o
 of videos, which needs torchvision; token ids here are those that it writes.
 """
 
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.errors import DataError, ModelError
 from flotilla.shared.net.absence import absent_or
+from flotilla.shared.schemas.task import IMAGE_MARK, Message
 from flotilla.shared.vision.files import digest_of, pixels_of
 from flotilla.shared.vision.kinds import GRID_MODELS, kind_of, marks_of
 from flotilla.shared.vision.spans import ImageSpan, find_spans
@@ -26,6 +28,8 @@ MOST_KEPT_BYTES = 256 * 1024 * 1024
 """Bytes of processed images that are kept; one of the largest may have more, and is kept alone."""
 MOST_GRIDS = 65_536
 """Images whose grids are kept."""
+CUT: Final = "\U0010fffd\ue0f1"
+"""Where a text is divided before it is made tokens, so that what it has on both sides is no special token together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,14 +56,15 @@ class ImageProcessor:
         token: the special token that stands for a part of an image.
         token_id: its id.
         merge: patches of each side that make one token.
-        marks: other tokens by which the model finds images and videos, see ``marks_of``.
+        marks: other tokens by which the model finds images and videos, by their ids; see ``marks_of``.
     """
 
     def __init__(
-        self, processor: Any, token: str, token_id: int, merge: int, marks: frozenset[int] = frozenset()
+        self, processor: Any, token: str, token_id: int, merge: int, marks: Mapping[int, str] | None = None
     ) -> None:
         self._processor = processor
-        self.marks = marks
+        self.marks = frozenset(marks or ())
+        self._words = re.compile("|".join(map(re.escape, (token, *(marks or {}).values()))))
         self.token, self.token_id = token, token_id
         self._merge = merge
         # Members of a group, and passes over a batch, ask for the same few images one after the other. All is kept by
@@ -95,7 +100,9 @@ class ImageProcessor:
             # It warns that torchvision would be faster, which no part here needs.
             transformers_logging.set_verbosity_error()
             processor = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
-            token = AutoTokenizer.from_pretrained(directory, local_files_only=True).convert_ids_to_tokens(token_id)
+            tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            marks = sorted(marks_of(directory))
+            token, *words = map(str, tokenizer.convert_ids_to_tokens([token_id, *marks]))
         except ImportError as error:
             raise ModelError(f"images need Pillow: install flotilla[images] ({error})") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -108,7 +115,7 @@ class ImageProcessor:
                 f"data.images: min_pixels {processor.size.shortest_edge} is above max_pixels "
                 f"{processor.size.longest_edge}, of the model's own processor where data.images has none"
             )
-        return cls(processor, str(token), token_id, int(processor.merge_size), marks_of(directory))
+        return cls(processor, token, token_id, int(processor.merge_size), dict(zip(marks, words, strict=True)))
 
     def check_alike(self, other: "ImageProcessor", field: str) -> None:
         """Check that another model's processor gives every image the same tokens, in the same places.
@@ -189,6 +196,32 @@ class ImageProcessor:
         pixels = np.ascontiguousarray(found.pixel_values, dtype=np.float32)
         return ProcessedImage(pixels, (time, height, width), height // self._merge, width // self._merge)
 
+    def as_text(self, message: Any) -> Any:
+        """Write what somebody said so that none of its words is an image's place, or a token that a model looks for.
+
+        Args:
+            message: that a chat template takes, or a part of one.
+
+        Returns:
+            The same with a ``CUT`` in each such word, which ``token_ids_of`` takes out.
+        """
+        if isinstance(message, str):
+            return self._words.sub(lambda found: found[0][0] + CUT + found[0][1:], message)
+        if isinstance(message, Mapping):
+            return {name: self.as_text(value) for name, value in message.items()}
+        return [self.as_text(each) for each in message] if isinstance(message, list | tuple) else message
+
+    def check_row(self, messages: Sequence[Message]) -> None:
+        """Check that the texts of a row with images leave their places to its marks.
+
+        Raises:
+            DataError: one has an image's token as a word, by which whoever wrote it may have meant an image.
+        """
+        if any(self.token in each.content for each in messages):
+            raise DataError(
+                f"the row's text has {self.token}, and it has images: write {IMAGE_MARK} where each is to be shown"
+            )
+
     def expand(self, text: str, images: Sequence[bytes]) -> str:
         """Write each image's token as often as the image has tokens.
 
@@ -199,7 +232,7 @@ class ImageProcessor:
         if len(parts) != len(images) + 1:
             raise DataError(
                 f"the prompt has {len(parts) - 1} places for images ({self.token}), and {len(images)} images: the "
-                "model's chat template must write one for each image, and the row's text none"
+                "model's chat template must write one for each image"
             )
         grids = [self.grid_of(each) for each in images]
         counted = [self.token * (rows * columns) for rows, columns in grids]
@@ -212,6 +245,17 @@ class ImageProcessor:
             DataError: they are not those of the images.
         """
         return find_spans(token_ids == self.token_id, [self.grid_of(each) for each in images], what="a prompt")
+
+
+def token_ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Tokenise a text that special tokens may be in, piece by piece where it has a ``CUT``."""
+    pieces = (tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.split(CUT))
+    return tuple(token for piece in pieces for token in piece)
+
+
+def without_cuts(text: str) -> str:
+    """Write a text for people."""
+    return text.replace(CUT, "")
 
 
 def processor_of(path: str | Path, images: ImagesConfig) -> ImageProcessor:

@@ -36,6 +36,7 @@ def count(
             messages = [Message(role, content) for role, content in prompt]
             if images is not None and images[index]:
                 shown = [b64decode(image) for image in images[index]]
+                processor.check_row(messages)
                 token_ids = template.illustrated_ids(tokenizer, with_images(messages, shown), processor)
             else:
                 token_ids = template.token_ids(tokenizer, messages)

@@ -28,6 +28,7 @@ from flotilla.shared.errors import InvalidRequest
 from flotilla.shared.schemas.prompt_image import PromptImage, moved, within
 from flotilla.shared.schemas.routing import RoutedSpan
 from flotilla.shared.schemas.trajectory import FinishReason, Trajectory
+from flotilla.shared.vision.processor import without_cuts
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -236,7 +237,7 @@ class Conversations:
         text = self.template.prompt(plain, tools)
         self.bound.check_text(len(text))
         token_ids, images = self.template.illustrated(text, images_in(plain))
-        return Prompt(token_ids, text, images=images, **given)
+        return Prompt(token_ids, without_cuts(text), images=images, **given)
 
     def _check_images(self, count: int) -> None:
         if count and not self.max_images:

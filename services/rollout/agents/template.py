@@ -8,6 +8,7 @@ from flotilla.services.rollout.episodes.rendering import ChatRenderer
 from flotilla.shared.errors import DataError, InvalidRequest, ModelError
 from flotilla.shared.schemas.prompt_image import PromptImage, moved
 from flotilla.shared.schemas.task import Message
+from flotilla.shared.vision.processor import without_cuts
 
 ChatMessage = Mapping[str, Any]
 
@@ -92,8 +93,9 @@ class ChatTemplate:
             for place, token in enumerate(token_ids[:2]):
                 if token == last_token:
                     ended = self.text([token], with_special_tokens=True)
-                    return Continuation(token_ids[place + 1 :], added.removeprefix(ended), moved(placed, -place - 1))
-        return Continuation(token_ids, added, placed)
+                    rest = without_cuts(added.removeprefix(ended))
+                    return Continuation(token_ids[place + 1 :], rest, moved(placed, -place - 1))
+        return Continuation(token_ids, without_cuts(added), placed)
 
     def illustrated(self, text: str, images: Sequence[bytes]) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Tokenise a rendered text with a place for each image, and find these.

@@ -159,12 +159,20 @@ class EnvironmentConversation:
     async def _told(self, observation: Observation, info: Info) -> Message:
         """Write an observation as the user's message."""
         if isinstance(observation, str):
-            return Message("user", self._written(shown(observation), shown(observation), info))
+            (text,) = self._written([shown(observation)], shown(observation), info)
+            return Message("user", text)
         # Images take longer to be read than health and leases may wait for the loop.
         seen = await asyncio.to_thread(message_of, "user", observation)
-        return Message("user", self._written(seen.content, text_of(observation), info), seen.images)
+        return Message.of_texts("user", self._written(seen.texts, text_of(observation), info), seen.images)
 
-    def _written(self, seen: str, text: str, info: Info) -> str:
+    def _written(self, seen: Sequence[str], text: str, info: Info) -> Sequence[str]:
+        """Write what is between the images of an observation into the template, which its first place is for.
+
+        Args:
+            seen: between the images.
+            text: all of it.
+            info: of the environment.
+        """
         places = {"{turn}": str(self._turn), "{turns_left}": str(self._max_turns - self._turn + 1)}
         if self._memory is not None:
             places |= self._memory.places() | {INSTRUCTION: self._instruction}
@@ -172,7 +180,10 @@ class EnvironmentConversation:
             self._memory.seen(shown(info.get("remembered", text)))
         if self._template is None:
             return seen
-        return filled(self._template, places | {"{observation}": seen})
+        before, observation, behind = self._template.partition("{observation}")
+        head, tail = (filled(each, places | {observation: text}) for each in (before, behind))
+        *others, last = [f"{head}{seen[0]}", *seen[1:]]
+        return [*others, f"{last}{tail}"]
 
     @property
     def _made(self) -> Environment:

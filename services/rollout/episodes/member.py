@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest, Prefix, ResumeRule
 from flotilla.services.rollout.episodes.conversation import Conversation, Reply
-from flotilla.services.rollout.episodes.rendering import Illustrated, TurnRenderer, continued, rendered
+from flotilla.services.rollout.episodes.rendering import Illustrated, TurnRenderer, continued, opened, rendered
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns
 from flotilla.services.rollout.trajectory_builder import RenderTally, TrajectoryBuilder
 from flotilla.shared.errors import (
@@ -142,7 +142,7 @@ class Member:
     def _opened(self, messages: tuple[Message, ...]) -> Illustrated:
         """Render the first prompt. Blocks."""
         if images_of(messages) == list(self.task.images):
-            return rendered(self.renderer, messages)
+            return opened(self.renderer, self.task, messages)
         with _shown_by_others():
             found = rendered(self.renderer, messages)
         if len(found[1]) > self.max_images:

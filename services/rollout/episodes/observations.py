@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flotilla.shared.errors import DataError, EpisodeFailed
-from flotilla.shared.schemas.task import IMAGE_MARK, Message
-from flotilla.shared.vision.parts import Part, are_parts, marked, uri_of
+from flotilla.shared.schemas.task import Message
+from flotilla.shared.vision.parts import Part, are_parts, images_of, texts_of, uri_of
 
 
 def shown(text: object) -> str:
@@ -23,7 +23,7 @@ def message_of(role: str, said: Any) -> Message:
         return Message(role, shown(said))
     try:
         parts = [Part.of(each) for each in said]
-        return Message(role, shown(marked(parts)), tuple([part.image() for part in parts if part.text is None]))
+        return Message.of_texts(role, [shown(text) for text in texts_of(parts)], images_of(parts))
     except DataError as error:
         raise EpisodeFailed(error.detail) from error
 
@@ -68,7 +68,7 @@ def content_of(message: Message) -> str | tuple[dict[str, Any], ...]:
     if not message.images:
         return message.content
     found: list[dict[str, Any]] = []
-    for number, text in enumerate(message.content.split(IMAGE_MARK)):
+    for number, text in enumerate(message.texts):
         if number:
             found.append({"type": "image_url", "image_url": {"url": uri_of(message.images[number - 1])}})
         found += [{"type": "text", "text": text}] if text else []
@@ -84,5 +84,11 @@ def with_observation(messages: tuple[Message, ...], observation: Message) -> tup
 
 def joined(messages: Sequence[Message]) -> Message:
     """Join messages of one role, those without a text left out."""
-    content = "\n\n".join(filter(None, (each.content for each in messages)))
-    return Message(messages[0].role, content, tuple([image for each in messages for image in each.images]))
+    texts: list[str] = []
+    for each in messages:
+        if each.content and not texts:
+            texts = each.texts
+        elif each.content:
+            first, *others = each.texts
+            texts = [*texts[:-1], f"{texts[-1]}\n\n{first}", *others]
+    return Message.of_texts(messages[0].role, texts or [""], [image for each in messages for image in each.images])

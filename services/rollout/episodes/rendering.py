@@ -16,7 +16,7 @@ from flotilla.shared.models.prompts import USING_TRANSFORMERS, PromptTemplate, c
 from flotilla.shared.schemas.prompt_image import within
 from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import Trajectory
-from flotilla.shared.vision.processor import ImageProcessor, processor_of
+from flotilla.shared.vision.processor import ImageProcessor, processor_of, token_ids_of
 
 ANY_MESSAGE = Message("user", ".")
 Illustrated = tuple[tuple[int, ...], tuple[PromptImage, ...]]
@@ -51,6 +51,13 @@ class IllustratedRenderer(Renderer, Protocol):
 
     def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
         """Find images in a prompt that ``illustrated`` rendered."""
+
+    def check_row(self, task: Task) -> None:
+        """Check that the texts of a row with images leave their places to its marks.
+
+        Raises:
+            DataError: one has an image's token as a word.
+        """
 
 
 class TurnRenderer(Renderer, Protocol):
@@ -198,8 +205,12 @@ class ChatRenderer:
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, opens: bool = True
     ) -> str:
-        """Render messages of any kind by the chat template, with no other tools than these; see ``PromptTemplate``."""
-        return self._template.render(self._tokenizer, chat, opens=opens, tools=list(tools) or None)
+        """Render messages of any kind by the chat template, with no other tools than these; see ``PromptTemplate``.
+
+        The text is for ``token_ids``; for people there is ``without_cuts``.
+        """
+        said = chat if self._processor is None else self._processor.as_text(list(chat))
+        return self._template.render(self._tokenizer, said, opens=opens, tools=list(tools) or None)
 
     def behind_answer(self, messages: Sequence[Message], *, opens: bool = True) -> str:
         """Render what the template puts behind an answer: its end, and then these messages.
@@ -238,7 +249,12 @@ class ChatRenderer:
 
     def token_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise a text that special tokens may be in."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return token_ids_of(self._tokenizer, text)
+
+    def check_row(self, task: Task) -> None:
+        """Check the texts of a row with images; see ``IllustratedRenderer``."""
+        if self._processor is not None:
+            self._processor.check_row(task.messages)
 
     def text(self, token_ids: Sequence[int], *, with_special_tokens: bool = False) -> str:
         """Decode tokens for people and graders."""
@@ -254,6 +270,17 @@ def rendered(renderer: Renderer, messages: Sequence[Message]) -> Illustrated:
     if not any(each.images for each in messages):
         return renderer.prompt_ids(messages), ()
     return cast("IllustratedRenderer", renderer).illustrated(messages)
+
+
+def opened(renderer: Renderer, task: Task, messages: Sequence[Message]) -> Illustrated:
+    """Render the prompt of a task, which has its images and no others.
+
+    Raises:
+        DataError, ModelError: as ``rendered``, and where the row's text has an image's token as a word.
+    """
+    if task.images:
+        cast("IllustratedRenderer", renderer).check_row(task)
+    return rendered(renderer, messages)
 
 
 def continued(renderer: TurnRenderer, messages: Sequence[Message], last: int) -> Illustrated:

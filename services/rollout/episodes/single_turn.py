@@ -13,7 +13,7 @@ import numpy as np
 
 from flotilla.services.rollout.engines.base import Completion, Engine, GenerationRequest, PromptImage, ResumeRule
 from flotilla.services.rollout.engines.requests import condensed
-from flotilla.services.rollout.episodes.rendering import Renderer, rendered
+from flotilla.services.rollout.episodes.rendering import Renderer, opened
 from flotilla.services.rollout.episodes.resumption import Begun, begun, rule_of
 from flotilla.services.rollout.episodes.special_tokens import SamplingTally
 from flotilla.services.rollout.episodes.turns import GENERATION_SECONDS, Requests, Turns, request_name
@@ -53,7 +53,7 @@ class SingleTurnEpisodes:
         """Sample the task's group; see ``Episodes.run``."""
         started = time.perf_counter()
         # Long texts take the tokenizer longer than health and leases may wait for the loop.
-        prompt_ids, images = await asyncio.to_thread(rendered, self._renderer, task.shown_messages)
+        prompt_ids, images = await asyncio.to_thread(opened, self._renderer, task, task.shown_messages)
         prompt_ids = self._turns.prompt.fit(prompt_ids, has_images=bool(images))
         num_members = task.group_size + self._turns.has_baseline(task)
         max_new_tokens = self._turns.sampling_of(task).max_new_tokens

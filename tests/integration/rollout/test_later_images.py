@@ -25,7 +25,7 @@ from flotilla.services.rollout.engines.settings import EngineSettings
 from flotilla.services.rollout.environments.conversation import EnvironmentConversation
 from flotilla.services.rollout.episodes.conversation import Conversation
 from flotilla.services.rollout.episodes.multi_turn import Limits, MultiTurnEpisodes
-from flotilla.services.rollout.episodes.rendering import ChatRenderer
+from flotilla.services.rollout.episodes.rendering import ChatRenderer, opened, rendered
 from flotilla.services.rollout.episodes.turns import Turns
 from flotilla.services.rollout.tools.conversation import ToolConversations
 from flotilla.services.trainer.data.batch import make_batch, pieces
@@ -126,12 +126,16 @@ class Gallery:
         return [*shown, {"type": "text", "text": " colour ?"}], 1.0, False, False, {}
 
 
+QUOTED = "is this <image> or <|image_pad|> , <|vision_start|> ?"
+"""What a policy may have written, and whoever hears it repeats."""
+
+
 class Quoting(Gallery):
-    """Says in its second text what stands for a picture, which is a token like any other there."""
+    """Says what stands for a picture: at first beside one, then without any."""
 
     def step(self, text: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         shown, *others = super().step(text)
-        return ("is this <|image_pad|> ?" if self.turn == 2 else shown), *others
+        return (QUOTED if self.turn == 2 else [{"type": "text", "text": QUOTED}, *shown]), *others
 
 
 class Vernissage(Gallery):
@@ -249,15 +253,32 @@ async def test_turns_with_new_pictures_agree_with_the_trainer_while_weights_chan
     check(group, world, [0, 1])
 
 
-async def test_the_word_of_a_pictures_token_in_a_text_is_a_token_like_any_other(world: World, engine: Engine) -> None:
-    group = await episodes(world, engine, among_quotes).run(the_task(a_picture(seed=1)))
+@pytest.mark.parametrize("branches", [False, True])
+async def test_words_that_look_like_a_picture_are_text_beside_one_and_without(
+    world: World, engine: Engine, branches: bool
+) -> None:
+    group = await episodes(world, engine, among_quotes, may_branch=branches).run(the_task(a_picture(seed=1)))
 
     assert (await engine.load()).reuses, "turns go on from what was computed of those before, pictures included"
     for each in group.trajectories:
-        assert len(each.images) == 2
-        turn = each.turns[2]
-        assert (each.token_ids[turn.start : turn.sampled] == IMAGE_TOKEN).sum() == 1
+        assert len(each.images) == 2 or branches
+        shown = each.token_ids[each.loss_mask == 0]
+        assert (shown == IMAGE_TOKEN).sum() == sum(image.num_tokens for image in each.images)
     check(group, world, [0])
+
+
+def test_what_a_policy_wrote_is_text_where_its_conversation_is_rendered_again(world: World) -> None:
+    renderer, pictures = world.renderer, (a_picture("red"), a_picture("blue"))
+    first, second = (Message("user", "which <image>", (each,)) for each in pictures)
+    chat = [first, Message("assistant", QUOTED), second]
+
+    token_ids, placed = rendered(renderer, chat)
+
+    assert [each.data for each in placed] == [*pictures]
+    assert token_ids.count(IMAGE_TOKEN) == sum(each.num_tokens for each in placed)
+    assert token_ids.count(renderer.token_ids("<|vision_start|>")[0]) == 2
+    with pytest.raises(DataError, match=r"the row's text has <\|image_pad\|>"):
+        opened(renderer, replace(the_task(pictures[0]), messages=(Message("user", "<image> <|image_pad|>"),)), chat)
 
 
 @pytest.mark.parametrize("images", [(), (a_picture(seed=1),)], ids=["text first", "picture first"])
@@ -379,11 +400,6 @@ async def test_a_picture_without_room_is_not_shown_at_all_and_ends_the_episode(
     [
         ([{"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}], "none is fetched"),
         ([{"type": "image", "image": b"nothing"}], "no image"),
-        ([{"type": "text", "text": "<image>"}, {"type": "image", "image": a_picture("red")}], "part of its own"),
-        (
-            [{"type": "text", "text": "<|image_pad|>"}, {"type": "image", "image": a_picture("red")}],
-            "places for images",
-        ),
         ([{"type": "image", "image": a_picture("red")}, {"type": "video"}], "must be text, image or image_url"),
     ],
 )
@@ -507,6 +523,26 @@ async def test_pictures_that_an_agent_sends_in_later_turns_are_trained_where_the
     assert [image.data for image in branch.images] == [first.images[0].data, a_picture("red")]
     assert len(first.turns) == 3
     check(Group(the_task(a_picture(seed=9)), (first, branch)), world, [0])
+
+
+async def test_what_a_policy_wrote_is_text_where_an_agent_sends_it_beside_pictures(
+    world: World, engine: Engine
+) -> None:
+    episode = an_agents_episode(world, engine, {"max_per_prompt": 4})
+    said = {"role": "assistant", "content": QUOTED}
+    chat = [sent(a_picture("red")), said, {"role": "user", "content": QUOTED}]
+    reply = await ask(episode, *chat)
+    following = sent(a_picture("blue"))
+    following["content"].append({"type": "text", "text": QUOTED})
+    await ask(episode, *chat, reply, following)
+
+    (trajectory,) = await episode.trajectories()
+
+    assert [image.data for image in trajectory.images] == [a_picture("red"), a_picture("blue")]
+    shown = trajectory.token_ids[trajectory.loss_mask == 0]
+    assert (shown == IMAGE_TOKEN).sum() == sum(image.num_tokens for image in trajectory.images)
+    assert QUOTED in trajectory.turns[1].observation
+    check(Group(the_task(a_picture("red")), (trajectory,)), world, [0])
 
 
 @pytest.mark.parametrize(

@@ -455,6 +455,9 @@ class Illustrated(Characters):
         token_ids = (IMAGE, IMAGE) * len(images) + self.prompt_ids(messages)
         return token_ids, self.placed(token_ids, images)
 
+    def check_row(self, task: Task) -> None:
+        """Every text leaves room for images."""
+
     def placed(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[PromptImage, ...]:
         return tuple(PromptImage(2 * number, 2, image) for number, image in enumerate(images))
 

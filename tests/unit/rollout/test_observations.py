@@ -14,6 +14,7 @@ from flotilla.services.rollout.tools.conversation import ToolConversation
 from flotilla.services.rollout.tools.opening import HttpTool
 from flotilla.shared.config.sections.episodes import MemoryConfig, ToolEpisodesConfig
 from flotilla.shared.errors import DataError, EpisodeFailed
+from flotilla.shared.models.prompts import chat_of
 from flotilla.shared.schemas.task import Message, with_images
 from flotilla.shared.testing.builders import a_task
 from tests.unit.rollout.test_tools import Given, call
@@ -46,6 +47,10 @@ def text(said: str) -> dict[str, Any]:
             [text("a\ud83d"), picture(), {"type": "image", "image": BLUE}],
             Message("user", "a?<image><image>", (RED, BLUE)),
         ),
+        (
+            [text("a <image>"), picture(), text("b"), picture(), text("<image>")],
+            Message("user", "a <image><image>b<image><image>", (RED, RED), (9, 17)),
+        ),
     ],
 )
 def test_parts_become_a_message_with_marks_and_all_else_is_text(said: object, message: Message) -> None:
@@ -56,7 +61,6 @@ def test_parts_become_a_message_with_marks_and_all_else_is_text(said: object, me
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ([text("<image>"), picture()], "part of its own"),
         ([{"type": "image"}], "has no bytes here"),
         ([{"type": "image", "image": "/etc/passwd"}], "none is fetched"),
         ([{"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}], "none is fetched"),
@@ -129,6 +133,23 @@ async def test_a_memory_has_the_words_of_earlier_turns_and_the_pictures_of_this_
 
     assert reply.is_fresh
     assert reply.messages == (Message("user", "look <image>\n\n[at first ] now: <image> after this", (BLUE, BLUE)),)
+
+
+async def test_what_a_policy_wrote_is_no_place_of_a_picture_where_it_is_remembered_or_repeated() -> None:
+    memory = MemoryConfig(turns=2, template="[{action}]")
+    window = a_window(template="{history} now: {observation}", memory=memory)
+
+    await window.begin()
+    (message,) = (await window.answer("<image>", is_cut=False)).messages
+
+    assert message.texts == ["look ", "\n\n[<image>] now: ", " after <image>"]
+    assert message.images == (BLUE, BLUE)
+    assert [part.get("text", "picture") for part in content_of(message)] == [
+        *("look ", "picture", "\n\n[<image>] now: ", "picture", " after <image>")
+    ]
+    assert [part.get("text", "picture") for part in chat_of([message])[0]["content"]] == [
+        *("look ", "picture", "\n\n[<image>] now: ", "picture", " after <image>")
+    ]
 
 
 class Camera:

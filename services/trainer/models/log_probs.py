@@ -237,7 +237,8 @@ class Policy:
         if not is_same and self._split is not None:
             raise ModelError(
                 f"parallelism.sequence_parallel does not work with {self._kind}, whose layers are not all plain "
-                "attention, or whose logits are more than a product with the output embedding"
+                "attention, or whose logits are more than a product with the output embedding: leave it out, and each "
+                "rank computes sequences of its own"
             )
         if not is_same:
             raise ModelError(

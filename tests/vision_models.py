@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -22,6 +25,9 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+
+from flotilla.shared.vision.layouts import ProcessedImage
+from flotilla.shared.vision.tower import TOWER_PARTS
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 50, 220), "yellow": (230, 220, 40)}
 SPECIAL = [
@@ -58,7 +64,7 @@ TEMPLATE = (
 PATCH = 4
 END = SPECIAL.index("<|im_end|>")
 IMAGE_TOKEN = SPECIAL.index("<|image_pad|>")
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "internvl")
 
 
 def save_vision_model(
@@ -101,6 +107,8 @@ def save_vision_model(
         "eos_token_id": END,
     }
     model: Any
+    if kind == "internvl":
+        return _save_tiles(directory, sizes, patch=patch)
     if kind != "qwen2_5_vl":
         # As published ones say: transformers goes by the kind, servers by this.
         sizes["rope_parameters"] |= {"mrope_interleaved": True}
@@ -129,13 +137,7 @@ def save_vision_model(
             config = Qwen3VLMoeConfig(text_config=sizes, vision_config=tower, **ids)
             model = Qwen3VLMoeForConditionalGeneration(config)
     model.save_pretrained(directory)
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
-    wrapped.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
-    wrapped.chat_template = TEMPLATE
-    wrapped.save_pretrained(directory)
+    _save_tokenizer(directory, TEMPLATE)
     described = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": patch,
@@ -146,6 +148,79 @@ def save_vision_model(
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(described))
     return directory
+
+
+def _save_tiles(directory: Path, sizes: dict[str, Any], *, patch: int) -> Path:
+    """Write an InternVL of tiles of 4 x 4 patches, which make 4 tokens; an image has at most 6, beside the whole."""
+    side = 4 * patch
+    sizes |= {
+        "model_type": sizes.get("model_type", "qwen2"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    tower = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": [side, side],
+        "patch_size": [patch, patch],
+        "initializer_range": 0.1,
+    }
+    config = InternVLConfig(
+        text_config=sizes,
+        vision_config=tower,
+        image_token_id=IMAGE_TOKEN,
+        image_seq_length=4,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+    )
+    InternVLForConditionalGeneration(config).save_pretrained(directory)
+    # As published ones: the template has one token where an image is, and the processor what stands around it.
+    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|> ")
+    around = ("<|vision_start|>", "<|vision_end|>")
+    special = dict(zip(("start_image_token", "end_image_token"), around, strict=True))
+    special |= {"context_image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    _save_tokenizer(directory, template, extra_special_tokens=special)
+    described = {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "size": {"height": side, "width": side},
+        "crop_to_patches": False,
+        "min_patches": 1,
+        "max_patches": 6,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(described))
+    (directory / "processor_config.json").write_text(
+        json.dumps({"processor_class": "InternVLProcessor", "image_seq_length": 4})
+    )
+    return directory
+
+
+def _save_tokenizer(directory: Path, template: str, **named: Any) -> None:
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>", **named)
+    wrapped.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    wrapped.chat_template = template
+    wrapped.save_pretrained(directory)
+
+
+def as_read(shown: Sequence[ProcessedImage], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Make what transformers' own forward takes of the pictures of a sequence; nothing where it has none."""
+    if not shown:
+        return {}
+    pixels = {"pixel_values": torch.cat([torch.from_numpy(each.pixel_values) for each in shown])}
+    if shown[0].grid is None:
+        return pixels
+    return pixels | {
+        "image_grid_thw": torch.tensor([each.grid for each in shown]),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).int()[None],
+    }
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a weight, by its name, computes images."""
+    return any(f"{part}." in name for part in TOWER_PARTS)
 
 
 def a_picture(

@@ -87,13 +87,14 @@ OF_A_MODEL = re.compile(
 OF_ROWS = re.compile(r"geo3k|geometry3k|(?:^|[-_/.])(?:vl|vqa|visual|vision|images?)(?:$|[-_/.])", re.IGNORECASE)
 VIDEOS = re.compile(r"videos?(?:$|[-_/.])", re.IGNORECASE)
 TEXT_ONLY = re.compile(
-    r"omni|llava|internvl|minicpm|gemma|pixtral|molmo|idefics|smolvlm|glm-?4|kimi-?vl|phi-?[34]|llama",
+    r"omni|llava|internvl(?!.*-hf$)|internvl.*gpt|minicpm|gemma|pixtral|molmo|idefics|smolvlm|glm-?4|kimi-?vl|phi-?[34]|llama",
     re.IGNORECASE,
 )
 """Models that take images elsewhere and of which only the text is computed here (docs/images.md)."""
 NOT_SEEN: Final = (
     "data.images: {model} is none of the models whose images are computed here, which are Qwen2-VL, Qwen2.5-VL, "
-    "Qwen3-VL and Qwen3.5: name one of them, or train on rows without images"
+    "Qwen3-VL, Qwen3.5 and InternVL (its checkpoints whose names end in -hf): name one of them, or train on rows "
+    "without images"
 )
 
 

@@ -14,7 +14,16 @@ from flotilla.shared.models.weight_files import safetensors_files, shapes_in
 
 HEAD: Final = "lm_head.weight"
 NAMED: Final = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-NOT_ADAPTED: Final = ("embed", "wte.", "wpe.", "lm_head.", "score.", "visual.")
+NOT_ADAPTED: Final = (
+    "embed",
+    "wte.",
+    "wpe.",
+    "lm_head.",
+    "score.",
+    "visual.",
+    "vision_tower.",
+    "multi_modal_projector.",
+)
 """What is in the names of two-dimensional weights that are no linear layer of the decoder."""
 EXPERTS: Final = ".experts."
 ROUTERS: Final = (".gate.weight", ".router.weight")
@@ -60,7 +69,7 @@ class ModelSizes:
 
     def as_scorer(self) -> "ModelSizes":
         """Take the body with one output in the place of the output layer: a critic or a reward model."""
-        body = {name: shape for name, shape in self.shapes.items() if name != HEAD}
+        body = {name: shape for name, shape in self.shapes.items() if not name.endswith(HEAD)}
         return replace(self, shapes=body, vocabulary=1, is_tied=False)
 
     def frozen(self, patterns: tuple[str, ...]) -> int:
@@ -130,9 +139,11 @@ def sizes_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
         keys = int(text.get("num_key_value_heads") or heads) * dims
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"config.json does not say how large the model is: {error!r}") from error
-    is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))) or HEAD not in shapes
+    is_tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))) or not any(
+        name.endswith(HEAD) for name in shapes
+    )
     return ModelSizes(
-        shapes={name: shape for name, shape in shapes.items() if not (is_tied and name == HEAD)},
+        shapes={name: shape for name, shape in shapes.items() if not (is_tied and name.endswith(HEAD))},
         vocabulary=vocabulary,
         hidden=hidden,
         layers=layers,

@@ -6,6 +6,9 @@ from typing import Final
 
 GRID_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
 """Kinds of models whose images are grids of patches with positions of three axes."""
+TILE_MODELS: Final = frozenset({"internvl"})
+"""Kinds of models whose images are tiles of one size, in a text of plain positions."""
+IMAGE_MODELS: Final = GRID_MODELS | TILE_MODELS
 
 
 def kind_of(directory: Path) -> tuple[str | None, int | None]:
@@ -32,4 +35,4 @@ def marks_of(directory: Path) -> frozenset[int]:
 
 def takes_images(directory: Path) -> bool:
     """Whether a model directory has a vision-language model."""
-    return kind_of(directory)[0] in GRID_MODELS
+    return kind_of(directory)[0] in IMAGE_MODELS

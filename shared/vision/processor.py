@@ -1,4 +1,4 @@
-"""The image processor of a model's folder: pixels, grids and token ids, the same wherever they are made.
+"""The image processor of a model's folder: pixels, their layout and token ids, the same wherever they are made.
 
 It is transformers' own processor, on Pillow and NumPy: gateway and rollout count an image's tokens by it without torch,
 the engine and the trainer compute its pixels. Transformers' ``AutoProcessor`` of these models also makes a processor
@@ -9,7 +9,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +20,8 @@ from flotilla.shared.errors import DataError, ModelError
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.schemas.task import IMAGE_MARK, Message
 from flotilla.shared.vision.files import digest_of, pixels_of
-from flotilla.shared.vision.kinds import GRID_MODELS, kind_of, marks_of
+from flotilla.shared.vision.kinds import IMAGE_MODELS, kind_of, marks_of
+from flotilla.shared.vision.layouts import ImageLayout, ProcessedImage, layout_of
 from flotilla.shared.vision.spans import ImageSpan, find_spans
 
 MOST_KEPT_BYTES = 256 * 1024 * 1024
@@ -32,41 +32,22 @@ CUT: Final = "\U0010fffd\ue0f1"
 """Where a text is divided before it is made tokens, so that what it has on both sides is no special token together."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ProcessedImage:
-    """An image as a model reads it.
-
-    Attributes:
-        pixel_values: [patches, values] float32.
-        grid: patches in time (1), height and width.
-        rows, columns: of its tokens.
-    """
-
-    pixel_values: npt.NDArray[np.float32]
-    grid: tuple[int, int, int]
-    rows: int
-    columns: int
-
-
 class ImageProcessor:
     """Processes images for one model, under bounds on their pixels.
 
     Args:
-        processor: transformers' image processor.
+        layout: how the model takes images.
         token: the special token that stands for a part of an image.
         token_id: its id.
-        merge: patches of each side that make one token.
         marks: other tokens by which the model finds images and videos, by their ids; see ``marks_of``.
     """
 
-    def __init__(
-        self, processor: Any, token: str, token_id: int, merge: int, marks: Mapping[int, str] | None = None
-    ) -> None:
-        self._processor = processor
+    def __init__(self, layout: ImageLayout, token: str, token_id: int, marks: Mapping[int, str] | None = None) -> None:
+        self._layout = layout
         self.marks = frozenset(marks or ())
         self._words = re.compile("|".join(map(re.escape, (token, *(marks or {}).values()))))
         self.token, self.token_id = token, token_id
-        self._merge = merge
+        self.positions = layout.positions
         # Members of a group, and passes over a batch, ask for the same few images one after the other. All is kept by
         # what an image contains: by its bytes, thousands of files would stay in memory.
         self._kept: OrderedDict[str, ProcessedImage] = OrderedDict()
@@ -89,9 +70,9 @@ class ImageProcessor:
         """
         directory = Path(path)
         kind, token_id = kind_of(directory)
-        if kind not in GRID_MODELS or token_id is None:
+        if kind is None or kind not in IMAGE_MODELS or token_id is None:
             raise ModelError(
-                f"data.images: model.path {path} is a {kind}, and images are taken by {', '.join(sorted(GRID_MODELS))}"
+                f"data.images: model.path {path} is a {kind}, and images are taken by {', '.join(sorted(IMAGE_MODELS))}"
             )
         try:
             from transformers import AutoImageProcessor, AutoTokenizer
@@ -103,19 +84,13 @@ class ImageProcessor:
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
             marks = sorted(marks_of(directory))
             token, *words = map(str, tokenizer.convert_ids_to_tokens([token_id, *marks]))
+            layout = layout_of(kind, directory, processor, tokenizer)
         except ImportError as error:
             raise ModelError(f"images need Pillow: install flotilla[images] ({error})") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise absent_or(error, ModelError(f"no image processor can be loaded from {path}: {error}")) from error
-        for name, bound in (("shortest_edge", min_pixels), ("longest_edge", max_pixels)):
-            if bound is not None:
-                setattr(processor.size, name, bound)
-        if processor.size.shortest_edge > processor.size.longest_edge:
-            raise ModelError(
-                f"data.images: min_pixels {processor.size.shortest_edge} is above max_pixels "
-                f"{processor.size.longest_edge}, of the model's own processor where data.images has none"
-            )
-        return cls(processor, token, token_id, int(processor.merge_size), dict(zip(marks, words, strict=True)))
+        layout.bound(min_pixels, max_pixels)
+        return cls(layout, token, token_id, dict(zip(marks, words, strict=True)))
 
     def check_alike(self, other: "ImageProcessor", field: str) -> None:
         """Check that another model's processor gives every image the same tokens, in the same places.
@@ -127,8 +102,10 @@ class ImageProcessor:
         Raises:
             ModelError: it does not; the sentence has what differs.
         """
-        ours, theirs = self._layout(), other._layout()
-        apart = [f"{name} {theirs[name]} there and {own} here" for name, own in ours.items() if theirs[name] != own]
+        ours, theirs = self._described(), other._described()
+        apart = [
+            f"{name} {theirs.get(name)} there and {own} here" for name, own in ours.items() if theirs.get(name) != own
+        ]
         if apart:
             raise ModelError(
                 f"{field}: its processor gives images other tokens than that of model.path ({', '.join(apart)}): set "
@@ -136,16 +113,8 @@ class ImageProcessor:
                 "does the same"
             )
 
-    def _layout(self) -> dict[str, Any]:
-        """Name what decides how many tokens an image has, and which."""
-        made = self._processor
-        return {
-            "a processor": type(made).__name__,
-            "image_token_id": self.token_id,
-            "pixels of a token's side": made.patch_size * self._merge,
-            "min_pixels": made.size.shortest_edge,
-            "max_pixels": made.size.longest_edge,
-        }
+    def _described(self) -> dict[str, str | int]:
+        return {**self._layout.described(), "image_token_id": self.token_id}
 
     def process(self, data: bytes) -> ProcessedImage:
         """Compute the pixels of an encoded image; threads may call it at once.
@@ -189,12 +158,9 @@ class ImageProcessor:
 
     def _computed(self, data: bytes) -> ProcessedImage:
         try:
-            found = self._processor(images=[pixels_of(data)], return_tensors="np")
+            return self._layout.read(pixels_of(data))
         except ValueError as error:
             raise DataError(f"an image cannot be processed for the model: {error}") from error
-        time, height, width = (int(each) for each in found.image_grid_thw[0])
-        pixels = np.ascontiguousarray(found.pixel_values, dtype=np.float32)
-        return ProcessedImage(pixels, (time, height, width), height // self._merge, width // self._merge)
 
     def as_text(self, message: Any) -> Any:
         """Write what somebody said so that none of its words is an image's place, or a token that a model looks for.
@@ -223,7 +189,7 @@ class ImageProcessor:
             )
 
     def expand(self, text: str, images: Sequence[bytes]) -> str:
-        """Write each image's token as often as the image has tokens.
+        """Write each image's token as often as the image has tokens, and what the model has around them.
 
         Raises:
             DataError: the text has another number of them than there are images.
@@ -235,7 +201,8 @@ class ImageProcessor:
                 "model's chat template must write one for each image"
             )
         grids = [self.grid_of(each) for each in images]
-        counted = [self.token * (rows * columns) for rows, columns in grids]
+        opening, closing = self._layout.opening, self._layout.closing
+        counted = [f"{opening}{self.token * (rows * columns)}{closing}" for rows, columns in grids]
         return "".join(part + image for part, image in zip(parts, [*counted, ""], strict=True))
 
     def spans(self, token_ids: npt.NDArray[np.integer], images: Sequence[bytes]) -> tuple[ImageSpan, ...]:

@@ -6,15 +6,17 @@ is then a token like any other. Engine and trainer compute by the same code.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flotilla.shared.vision.files import digest_of
 from flotilla.shared.vision.processor import ImageProcessor
 
 MOST_KEPT_BYTES = 256 * 1024 * 1024
+TOWER_PARTS: Final = ("visual", "vision_tower", "multi_modal_projector")
+"""What transformers calls them: a tower with what fits it to the language model, or both by themselves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +143,18 @@ class Tower:
         device = self._body.get_input_embeddings().weight.device
         processed = [self.processor.process(image) for image in images]
         pixels = torch.cat([torch.from_numpy(each.pixel_values) for each in processed]).to(device)
-        grids = torch.tensor([each.grid for each in processed], device=device)
-        found = self._body.get_image_features(pixels, grids, return_dict=True)
+        grids = [each.grid for each in processed if each.grid is not None]
+        laid = (torch.tensor(grids, device=device),) if grids else ()
+        found = self._body.get_image_features(pixels, *laid, return_dict=True)
         deep = getattr(found, "deepstack_features", None) or ()
         return Features(_joined(found.pooler_output), tuple(_joined(each) for each in deep))
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
-    return features if isinstance(features, Tensor) else torch.cat(list(features))
+    # Of tiles, or of images, one after the other: [K, H].
+    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))
+
+
+def tower_parts(body: Any) -> list[nn.Module]:
+    """List the modules of a model, without its head, that compute images; none of one of text."""
+    return [each for name in TOWER_PARTS if (each := getattr(body, name, None)) is not None]

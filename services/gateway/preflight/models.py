@@ -11,7 +11,7 @@ from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import InvalidSpec, ModelError
 from flotilla.shared.models.hub import fetch_small, has_config, model_directory
 from flotilla.shared.net.absence import absent_or
-from flotilla.shared.vision.kinds import GRID_MODELS, kind_of
+from flotilla.shared.vision.kinds import GRID_MODELS, IMAGE_MODELS, TILE_MODELS, kind_of
 
 
 def check_model(spec: ExperimentSpec) -> None:
@@ -24,6 +24,7 @@ def check_model(spec: ExperimentSpec) -> None:
         config = _check_model(field, model)
         if field == "model.path":
             _check_heads(spec, config)
+            _check_images(spec, config)
 
 
 def models_of(spec: ExperimentSpec) -> dict[str, ModelConfig]:
@@ -48,7 +49,7 @@ def teachers_of_text(spec: ExperimentSpec) -> dict[str | None, str]:
         for (field, kind), sources in zip(kinds.items(), of_sources, strict=False)
         for source in sources
         # What is not known is said where the model is loaded.
-        if kind is not None and kind not in GRID_MODELS
+        if kind is not None and kind not in IMAGE_MODELS
     }
 
 
@@ -61,6 +62,16 @@ def _check_heads(spec: ExperimentSpec, config: Mapping[str, Any]) -> None:
         return
     kind = "resources.rollouts.devices" if spec.resources.rollouts.devices != "auto" else "rollout.engine.options"
     raise InvalidSpec(f"{kind}: {size} devices do not divide the model's {heads} attention heads: choose a divisor")
+
+
+def _check_images(spec: ExperimentSpec, config: Mapping[str, Any]) -> None:
+    """Check that the engine computes images of the model's kind."""
+    kind, engine = config.get("model_type"), spec.rollout.engine.kind
+    if spec.data.images is not None and spec.samples_answers and engine != "torch" and kind in TILE_MODELS:
+        raise InvalidSpec(
+            f"data.images: with {kind} the embedded engine alone computes images (rollout.engine.kind torch), and "
+            f"here it is {engine}, which is given those of {', '.join(sorted(GRID_MODELS))}"
+        )
 
 
 def _check_model(field: str, model: ModelConfig) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from flotilla.shared.schemas.prompt_image import PromptImage
 from flotilla.shared.schemas.trajectory import Group, Trajectory
 from flotilla.shared.vision.files import digest_of
 from flotilla.shared.vision.processor import ImageProcessor
-from flotilla.shared.vision.spans import ImageSpan, grid_positions
+from flotilla.shared.vision.spans import ImageSpan
 from flotilla.shared.vision.tower import PlacedImages
 
 
@@ -22,7 +22,7 @@ class Illustration:
     Attributes:
         images: encoded, in order; members of a group share the bytes.
         spans: the tokens of each.
-        positions: [3, L] int64, of all tokens of the sequence.
+        positions: [3, L] int64, of all tokens of the sequence; [L] of a model whose positions have no axes.
     """
 
     images: tuple[bytes, ...]
@@ -72,7 +72,7 @@ def illustration_of(trajectory: Trajectory, processor: ImageProcessor | None) ->
                 f"an image at token {each.start} was shown as {each.num_tokens} tokens, and makes {span.num_tokens}: "
                 "its bounds on pixels are not those that it was shown with"
             )
-    return Illustration(images, spans, grid_positions(len(trajectory.token_ids), spans))
+    return Illustration(images, spans, processor.positions(len(trajectory.token_ids), spans))
 
 
 class PlacedRows:
@@ -93,7 +93,7 @@ class PlacedRows:
             prefix: tokens that stand elsewhere, with the images among them.
 
         Returns:
-            [3, L - prefix] positions of the others.
+            [3, L - prefix] or [L - prefix] positions of the others.
         """
         for image, span in zip(illustration.images, illustration.spans, strict=True):
             if span.start < prefix:
@@ -104,7 +104,7 @@ class PlacedRows:
             tokens = np.arange(span.num_tokens)
             self._places.append(first + span.start - prefix + tokens)
             self._sources.append(self._starts[image] + tokens)
-        return illustration.positions[:, prefix:]
+        return illustration.positions[..., prefix:]
 
     def placed(self) -> PlacedImages | None:
         """Return what was added; None if that was nothing."""

@@ -149,7 +149,7 @@ def _seeing(
         layouts = (layouts[number] for layouts in shares if number < len(layouts))
         shown = (illustrations[chosen[position]] for layout in layouts for position in layout.members)
         seen = None if micro.inputs.images is not None else next(filter(None, shown), None)
-        found.append(micro if seen is None else replace(micro, inputs=beside_image(micro.inputs, seen.images[0])))
+        found.append(micro if seen is None else replace(micro, inputs=beside_image(micro.inputs, seen)))
     return found
 
 

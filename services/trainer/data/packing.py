@@ -311,7 +311,7 @@ class ModelInput:
         places: where the sequences are, for attention that goes one by one; there is no mask then.
         is_varlen: whether sequences begin where positions do, for attention that finds them by that in a single row;
             there is no mask then.
-        images: what stands in place of some tokens; positions have three axes then, [3, rows, width].
+        images: what stands in place of some tokens; positions may have three axes then, [3, rows, width].
         experts: [rows, width, layers, top_k] int16, that the routers replay, -1 for positions whose routers
             choose for themselves; None where all do.
         temperatures: [N] float32, that the labels were sampled at, 0 where at the policy's own; or one for all of them;
@@ -400,10 +400,10 @@ def build_input(
     """
     shape = (len(layout.rows), layout.width)
     shown = {number: each for number in layout.members if illustrations and (each := illustrations[number])}
-    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros((3, *shape) if shown else shape, dtype=np.int64)
-    placed = PlacedRows()
+    axes = next((each.positions.shape[:-1] for each in shown.values()), ())
+    ids, positions = np.zeros(shape, dtype=np.int64), np.zeros((*axes, *shape), dtype=np.int64)
     owner, unit, lends = (np.full(shape, value, dtype=np.int64) for value in (-1, -1, -2))
-    predictors, labels = [], []
+    placed, predictors, labels = PlacedRows(), [], []
     for row, members in enumerate(layout.rows):
         start, begin, leader = 0, 0, -1
         for number in members:
@@ -414,7 +414,7 @@ def build_input(
             ids[row, start:end] = tokens[prefix:]
             positions[..., row, start:end] = np.arange(prefix, len(tokens))
             if number in shown:
-                positions[:, row, start:end] = placed.add(shown[number], row * layout.width + start, prefix)
+                positions[..., row, start:end] = placed.add(shown[number], row * layout.width + start, prefix)
             owner[row, start:end], unit[row, start:end] = number, leader
             lends[row, begin : begin + prefix] = leader
             # The first token after a shared prompt is predicted at the prompt's end, wherever that is.
@@ -436,11 +436,11 @@ def build_input(
     )
 
 
-def beside_image(inputs: ModelInput, image: bytes) -> ModelInput:
-    """Have an image computed that stands nowhere in the rows."""
+def beside_image(inputs: ModelInput, seen: Illustration) -> ModelInput:
+    """Have the first image of another sequence computed, which stands nowhere in the rows."""
     nowhere = torch.zeros(0, dtype=torch.int64, device=inputs.token_ids.device)
-    positions = inputs.position_ids.expand(3, *inputs.position_ids.shape)
-    return replace(inputs, position_ids=positions, images=PlacedImages((image,), nowhere, nowhere))
+    positions = inputs.position_ids.expand(*seen.positions.shape[:-1], *inputs.position_ids.shape)
+    return replace(inputs, position_ids=positions, images=PlacedImages(seen.images[:1], nowhere, nowhere))
 
 
 def _told(layout: MicroLayout, token_ids: Sequence[Sized], experts: Sequence[Ids]) -> Tensor:

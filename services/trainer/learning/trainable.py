@@ -22,7 +22,7 @@ from flotilla.shared.config.spec import ExperimentSpec, other_models
 from flotilla.shared.errors import ModelError
 from flotilla.shared.models.routers import Routing
 from flotilla.shared.vision.processor import ImageProcessor, processor_of
-from flotilla.shared.vision.tower import Tower
+from flotilla.shared.vision.tower import Tower, tower_parts
 
 CRITIC = "algorithm.value_loss.path"
 Weights = FlatParameters | ShardedParameters
@@ -40,8 +40,9 @@ def choose_trained(model: nn.Module, spec: ExperimentSpec) -> Adapters | None:
 
 def freeze_tower(spec: ExperimentSpec, model: nn.Module) -> None:
     """Freeze the vision tower of a policy, or of a critic's initial model, if the spec asks for it."""
-    if spec.model.vision_tower == "frozen" and (tower := getattr(model.base_model, "visual", None)) is not None:
-        tower.requires_grad_(False)
+    if spec.model.vision_tower == "frozen":
+        for part in tower_parts(model.base_model):
+            part.requires_grad_(False)
 
 
 def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor | None:
@@ -58,7 +59,7 @@ def processor_for(spec: ExperimentSpec, loaded: LoadedModel) -> ImageProcessor |
 
 def tower_of(body: Any, processor: ImageProcessor, ranks: Ranks) -> Tower:
     """Make what computes images with a model, once it is known what of it trains."""
-    is_frozen = not any(each.requires_grad for each in body.visual.parameters())
+    is_frozen = not any(each.requires_grad for part in tower_parts(body) for each in part.parameters())
 
     def most(count: int) -> int:
         return int(ranks.largest(torch.tensor(count, device=ranks.device)))

@@ -26,6 +26,7 @@ from flotilla.shared.config.sections.model import LoraConfig, ModelConfig
 from flotilla.shared.errors import ModelError, WeightTransferFailed
 from flotilla.shared.models.hub import model_directory
 from flotilla.shared.models.weight_files import checksum_of, safetensors_files, shapes_in
+from flotilla.shared.vision.tower import tower_parts
 from flotilla.shared.weights.image.adapters import PREFIX, AdaptersHeader, names_of
 from flotilla.shared.weights.image.checkpoint_names import pieces_of
 
@@ -284,8 +285,9 @@ def _chosen(model: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     """
     modules = dict(model.named_modules())
     # The tower of a vision-language model has layers of the same names, which are left alone where it is frozen.
-    tower = getattr(getattr(model, "base_model", None), "visual", None)
-    frozen = () if tower is None or any(each.requires_grad for each in tower.parameters()) else tuple(tower.modules())
+    parts = tower_parts(getattr(model, "base_model", None))
+    is_trained = any(each.requires_grad for part in parts for each in part.parameters())
+    frozen = () if is_trained else tuple(each for part in parts for each in part.modules())
     linear = {name: each for name, each in modules.items() if type(each) in ADAPTED and each not in frozen}
     if config.targets == "all-linear":
         wanted = [name for name in linear if not _is_any(name, HEADS)]

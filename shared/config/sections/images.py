@@ -18,10 +18,11 @@ class ImagesConfig(Config):
     folder: str | None = Field(None, min_length=1)
     """Folder of relative paths; null is the folder of each file of rows. No path leads out of it."""
     min_pixels: int | None = Field(None, ge=1)
-    """Smaller images are enlarged to so many pixels; null is what the model's processor has."""
+    """Smaller images are enlarged to so many pixels; null is what the model's processor has. An image of
+    InternVL is cut into so many tiles at least as they fill."""
     max_pixels: int | None = Field(None, ge=1)
     """Larger images are reduced to so many pixels, which bounds their tokens; null is what the model's processor
-    has."""
+    has. An image of InternVL is cut into so many tiles at most as they fill, and never more than its processor has."""
     max_per_prompt: int = Field(16, ge=1)
     """Images of a row; one with more is refused. In episodes those that a turn sees: one that would see more is not
     asked, and the episode ends."""

@@ -1,7 +1,7 @@
 """Pictures in prompts: the engine and the trainer compute the same of them, whatever else is in a batch."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from flotilla.services.rollout.engines.base import Completion, GenerationRequest, SamplingParameters
 from flotilla.services.rollout.engines.embedded.engine import TorchEngine
@@ -30,7 +31,7 @@ from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import FinishReason, GradeStatus, Group, Trajectory
 from flotilla.shared.vision.processor import ImageProcessor
 from flotilla.shared.vision.tower import Features
-from tests.vision_models import IMAGE_TOKEN, KINDS, a_picture, save_vision_model
+from tests.vision_models import IMAGE_TOKEN, KINDS, a_picture, as_read, is_of_tower, save_vision_model
 
 CPU = torch.device("cpu")
 NEW_TOKENS = 10
@@ -169,19 +170,13 @@ def test_sampled_tokens_have_the_log_probs_of_transformers_own_forward(folder: P
     checked = 0
     for group in filter(lambda each: each.task.images, answered(folder)):
         shown = [processor.process(image) for image in group.task.images]
-        pixels = torch.cat([torch.from_numpy(each.pixel_values) for each in shown])
         for each in group.trajectories:
             is_sampled = torch.from_numpy(each.loss_mask.astype(bool))
             ids = torch.from_numpy(each.token_ids.astype(np.int64))
             if IMAGE_TOKEN in ids[is_sampled]:
                 continue  # It would look for a picture there.
             with torch.no_grad():
-                logits = model(
-                    input_ids=ids[None],
-                    pixel_values=pixels,
-                    image_grid_thw=torch.tensor([one.grid for one in shown]),
-                    mm_token_type_ids=(ids == IMAGE_TOKEN).int()[None],
-                ).logits[0]
+                logits = model(input_ids=ids[None], **as_read(shown, ids)).logits[0]
             found = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[is_sampled[1:], 0]
             torch.testing.assert_close(found, torch.from_numpy(each.log_probs)[is_sampled], atol=1e-5, rtol=0)
             checked += 1
@@ -255,7 +250,7 @@ def test_the_tower_trains_where_the_spec_says_so(folder: Path, tower: str) -> No
 
     moved = {name for name, each in learner.loaded.model.named_parameters() if not torch.equal(each, before[name])}
     assert any("language_model" in name for name in moved)
-    assert any(".visual." in name for name in moved) is (tower == "trained")
+    assert any(map(is_of_tower, moved)) is (tower == "trained")
 
 
 def test_other_bounds_on_pixels_than_the_rollouts_are_refused(folder: Path) -> None:
@@ -268,7 +263,7 @@ def test_other_bounds_on_pixels_than_the_rollouts_are_refused(folder: Path) -> N
 def test_ids_and_pixels_of_500_rows_are_those_of_transformers_processor(folder: Path) -> None:
     renderer = ChatRenderer.from_directory(str(folder), images=a_spec(folder).data.images)
     ours = ImageProcessor.from_directory(folder)
-    theirs = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    theirs = theirs_of(folder)
     generator = np.random.default_rng(0)
     for row in range(500):
         sizes = [tuple(int(each) for each in generator.integers(8, 100, 2)) for _ in range(generator.integers(1, 4))]
@@ -276,11 +271,37 @@ def test_ids_and_pixels_of_500_rows_are_those_of_transformers_processor(folder: 
 
         ids, placed = renderer.illustrated((Message("user", "which " + "<image> " * len(images), images),))
 
-        grids = [theirs(images=[pixels(image)], return_tensors="np")["image_grid_thw"][0] for image in images]
-        expected = [int(grid.prod()) // 4 for grid in grids]
-        assert [image.num_tokens for image in placed] == expected
-        assert ids.count(IMAGE_TOKEN) == sum(expected)
-        assert [ours.process(image).grid for image in images] == [tuple(grid) for grid in grids]
+        read = [theirs(pixels(image)) for image in images]
+        assert [image.num_tokens for image in placed] == [num_tokens for num_tokens, _ in read]
+        assert ids.count(IMAGE_TOKEN) == sum(num_tokens for num_tokens, _ in read)
+        for image, (_, expected) in zip(images, read, strict=True):
+            np.testing.assert_array_equal(ours.process(image).pixel_values, expected)
+
+
+class WithoutVideos(InternVLProcessor):
+    """Transformers' own processor without that of videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: object) -> type:
+        return type(argument)
+
+
+def theirs_of(folder: Path) -> Callable[[Any], tuple[int, Any]]:
+    """Return what counts the tokens of a picture, and makes its pixels, as transformers does."""
+    made = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if folder_kind(folder) != "internvl":
+
+        def grid(picture: Any) -> tuple[int, Any]:
+            found = made(images=[picture], return_tensors="np")
+            return int(found["image_grid_thw"][0].prod()) // 4, found["pixel_values"]
+
+        return grid
+    whole = WithoutVideos(made, AutoTokenizer.from_pretrained(folder), image_seq_length=4)
+
+    def tiles(picture: Any) -> tuple[int, Any]:
+        found = whole(images=[picture], text="<|image_pad|>", return_tensors="np")
+        return int((found["input_ids"] == IMAGE_TOKEN).sum()), found["pixel_values"]
+
+    return tiles
 
 
 def pixels(data: bytes) -> Any:

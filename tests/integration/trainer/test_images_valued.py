@@ -15,7 +15,7 @@ from flotilla.services.trainer.models.loading import load_model
 from flotilla.shared.config.load.spec_text import validate_spec
 from flotilla.shared.errors import ModelError
 from tests.integration.trainer.test_images_agree import CPU, LAYOUTS, a_spec, answered, num_features
-from tests.vision_models import IMAGE_TOKEN, KINDS, save_vision_model
+from tests.vision_models import IMAGE_TOKEN, KINDS, as_read, is_of_tower, save_vision_model
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -43,7 +43,7 @@ def test_a_critic_values_pictures_as_transformers_own_forward_has_them(folder: P
 
     moved = {name for name, each in critic.body.named_parameters() if not torch.equal(each, before[name])}
     assert any("language_model" in name for name in moved)
-    assert any("visual" in name for name in moved) is (tower == "trained")
+    assert any(map(is_of_tower, moved)) is (tower == "trained")
     batch = make_batch(groups, processor=processor)
     found = []
     for rows in LAYOUTS.values():
@@ -62,12 +62,7 @@ def test_a_critic_values_pictures_as_transformers_own_forward_has_them(folder: P
             if not shown or IMAGE_TOKEN in ids[is_sampled]:
                 continue  # It would look for a picture there.
             with torch.no_grad():
-                hidden = model.model(
-                    input_ids=ids[None],
-                    pixel_values=torch.cat([torch.from_numpy(one.pixel_values) for one in shown]),
-                    image_grid_thw=torch.tensor([one.grid for one in shown]),
-                    mm_token_type_ids=(ids == IMAGE_TOKEN).int()[None],
-                ).last_hidden_state[0]
+                hidden = model.model(input_ids=ids[None], **as_read(shown, ids)).last_hidden_state[0]
                 expected = critic._head(hidden[:-1][is_sampled[1:]]).squeeze(-1)
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
             checked += 1

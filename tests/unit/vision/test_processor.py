@@ -12,6 +12,7 @@ import pytest
 from flotilla.services.gateway.datasets.length_worker import count
 from flotilla.shared.models.prompts import PromptTemplate, load_tokenizer
 from flotilla.shared.vision import processor as processing
+from flotilla.shared.vision.layouts import GridLayout
 from flotilla.shared.vision.processor import ImageProcessor, token_ids_of, without_cuts
 from tests.vision_models import a_picture, save_vision_model
 
@@ -37,7 +38,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
 
 
 def test_pixels_are_kept_as_long_as_there_is_room_for_their_bytes(counting: Counting) -> None:
-    processor = ImageProcessor(counting, "<|image_pad|>", 5, 2)
+    processor = ImageProcessor(GridLayout(counting, 2), "<|image_pad|>", 5)
     first, second, third = (a_picture(seed=seed) for seed in range(3))
 
     for image in (first, second, first, third, first):
@@ -49,7 +50,7 @@ def test_pixels_are_kept_as_long_as_there_is_room_for_their_bytes(counting: Coun
 
 
 def test_the_bytes_of_a_picture_are_not_kept_for_its_grid(counting: Counting) -> None:
-    processor = ImageProcessor(counting, "<|image_pad|>", 5, 2)
+    processor = ImageProcessor(GridLayout(counting, 2), "<|image_pad|>", 5)
     image = a_picture()
     before = sys.getrefcount(image)
 

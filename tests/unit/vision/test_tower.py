@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flotilla.shared.vision.processor import ImageProcessor, ProcessedImage
+from flotilla.shared.vision.layouts import GridLayout, ProcessedImage
+from flotilla.shared.vision.processor import ImageProcessor
 from flotilla.shared.vision.tower import PlacedImages, Tower
 from tests.vision_models import a_picture
 
@@ -33,7 +34,7 @@ class Pixels(ImageProcessor):
     """Gives each image one token."""
 
     def __init__(self) -> None:
-        super().__init__(None, "<|image_pad|>", 2, 2)
+        super().__init__(GridLayout(None, 2), "<|image_pad|>", 2)
 
     def process(self, data: bytes) -> ProcessedImage:
         return ProcessedImage(np.zeros((1, 4), np.float32), (1, 1, 1), 1, 1)

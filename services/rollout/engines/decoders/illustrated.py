@@ -1,7 +1,7 @@
 """Decoders of vision-language models: what ``CachedDecoder`` and ``RecomputingDecoder`` do, with images in prompts.
 
-The tokens of an image take fewer positions than there are of them, so the position of a sampled token is given by the
-number of cached tokens and a difference that its row keeps.
+The tokens of an image may take fewer positions than there are of them, so the position of a sampled token is given by
+the number of cached tokens and a difference that its row keeps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from flotilla.services.rollout.engines.decoders.generic import (
     padded_left,
 )
 from flotilla.shared.vision.processor import ImageProcessor
-from flotilla.shared.vision.spans import ImageSpan, grid_positions
+from flotilla.shared.vision.spans import ImageSpan
 from flotilla.shared.vision.tower import PlacedImages, Tower
 
 
@@ -100,7 +100,7 @@ class VisionDecoder(CachedDecoder):
     ) -> Tensor:
         """Compute the rest of one sequence: [1, V] logits."""
         length = sequence.shape[0]
-        positions = torch.from_numpy(self._positions(length, rows, images)[:, num_kept:]).to(self._device)
+        positions = torch.from_numpy(self._positions(length, rows, images)[..., num_kept:]).to(self._device)
         token_ids = torch.from_numpy(sequence[num_kept:]).to(self._device)[None]
         computed = DynamicCache()
         for layer, (keys, values) in enumerate(zip(kept.keys, kept.values, strict=True)):
@@ -108,7 +108,7 @@ class VisionDecoder(CachedDecoder):
         found = self._model.base_model.language_model(
             **self._read(token_ids, _placed([images], [length], length - num_kept)),
             attention_mask=torch.ones((1, length), dtype=torch.int64, device=self._device),
-            position_ids=positions[:, None],
+            position_ids=positions.unsqueeze(-2),
             past_key_values=computed,
             use_cache=True,
         )
@@ -121,9 +121,9 @@ class VisionDecoder(CachedDecoder):
         return self._tower.arguments(token_ids, placed.to(self._device)) if placed.images else {"input_ids": token_ids}
 
     def _positions(self, length: int, rows: Sequence[int], images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
-        """Compute the positions of a sequence, and note where its rows continue: [3, length]."""
-        own = grid_positions(length, [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in images])
-        self._differences[list(rows)] = int(own[:, -1].max()) + 1 - length
+        """Compute the positions of a sequence, and note where its rows continue: [3, length], or [length]."""
+        own = _positions(self._processor, length, images)
+        self._differences[list(rows)] = int(own[..., -1].max()) + 1 - length
         return own
 
     def _padded(
@@ -132,9 +132,10 @@ class VisionDecoder(CachedDecoder):
         """Compute whole sequences, padded on the left."""
         lengths, padded = padded_left(sequences)
         width = padded.shape[1]
-        positions = np.zeros((3, len(sequences), width), dtype=np.int64)
-        for number, (length, had, targets) in enumerate(zip(lengths, images, rows, strict=True)):
-            positions[:, number, width - length :] = self._positions(length, targets, had)
+        own = [self._positions(*each) for each in zip(lengths, rows, images, strict=True)]
+        positions = np.zeros((*own[0].shape[:-1], len(sequences), width), dtype=np.int64)
+        for number, (length, places) in enumerate(zip(lengths, own, strict=True)):
+            positions[..., number, width - length :] = places
         token_ids = torch.from_numpy(padded).to(self._device)
         columns = torch.arange(width, device=self._device)
         computed = DynamicCache()
@@ -239,8 +240,7 @@ class RecomputingVisionDecoder(RecomputingDecoder):
     def _shown(self, sequence: Sequence[int], images: Sequence[PromptImage]) -> Tensor:
         """Compute the logits behind a sequence with images: [V]."""
         token_ids = torch.tensor([sequence], device=self._device)
-        spans = [ImageSpan(image.start, *self._processor.grid_of(image.data)) for image in images]
-        positions = torch.from_numpy(grid_positions(len(sequence), spans)).unsqueeze(1)
+        positions = torch.from_numpy(_positions(self._processor, len(sequence), images)).unsqueeze(-2)
         found = self._model.base_model.language_model(
             **self._tower.arguments(token_ids, _placed([images], [len(sequence)], len(sequence)).to(self._device)),
             position_ids=positions.to(self._device),
@@ -256,6 +256,11 @@ def _and_then(first: Callable[[], None], second: Callable[[], None]) -> Callable
         second()
 
     return both
+
+
+def _positions(processor: ImageProcessor, num_tokens: int, images: Sequence[PromptImage]) -> npt.NDArray[np.int64]:
+    spans = [ImageSpan(image.start, *processor.grid_of(image.data)) for image in images]
+    return processor.positions(num_tokens, spans)
 
 
 def _placed(images: Sequence[Sequence[PromptImage]], lengths: Sequence[int], width: int) -> PlacedImages:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flotilla.services.rollout.engines.servers.dialect import ShownImages
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.vision.files import digest_of
-from flotilla.shared.vision.processor import ProcessedImage
+from flotilla.shared.vision.layouts import ProcessedImage
 
 IMAGE: Final = "image"
 RAW: Final = 3

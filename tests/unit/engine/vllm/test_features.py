@@ -12,7 +12,7 @@ from flotilla.services.rollout.engines.servers.dialect import ShownImages
 from flotilla.services.rollout.engines.vllm.features import RAW, features_of, limits_of
 from flotilla.shared.config.sections.images import ImagesConfig
 from flotilla.shared.vision.files import digest_of
-from flotilla.shared.vision.processor import ProcessedImage
+from flotilla.shared.vision.layouts import ProcessedImage
 
 PIXELS = np.arange(48, dtype=np.float32).reshape(8, 6)
 

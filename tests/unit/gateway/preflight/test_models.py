@@ -41,3 +41,25 @@ def test_heads_of_a_text_model_inside_another_count(model: Path) -> None:
     (model / "config.json").write_text(json.dumps({"text_config": {"num_attention_heads": 6}}))
 
     check_model(served(model, tp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "images", "is_refused"),
+    [
+        ("internvl", {}, True),
+        ("internvl", None, False),
+        ("qwen3_vl", {}, False),
+    ],
+)
+def test_images_of_tiles_are_not_sent_to_servers(
+    model: Path, kind: str, images: dict[str, Any] | None, is_refused: bool
+) -> None:
+    (model / "config.json").write_text(json.dumps({"model_type": kind}))
+    spec = served(model)
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"images": images})})
+
+    if is_refused:
+        with pytest.raises(InvalidSpec, match="embedded engine alone"):
+            check_model(spec)
+    else:
+        check_model(spec)

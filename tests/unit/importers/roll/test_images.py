@@ -68,7 +68,16 @@ def test_models_whose_images_are_not_computed_here_are_refused_by_name(system: s
     assert any("images are computed here" in problem for problem in made.report.problems)
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3-VL-4B-Instruct"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "Qwen/Qwen3.5-9B",
+        "Qwen/Qwen3.5-35B-A3B",
+        "Qwen/Qwen3-VL-4B-Instruct",
+        "OpenGVLab/InternVL3-8B-hf",
+        "OpenGVLab/InternVL3_5-4B-HF",
+    ],
+)
 @pytest.mark.parametrize("system", ["roll", "verl"])
 def test_models_whose_images_are_computed_here_are_taken(system: str, model: str) -> None:
     names = {

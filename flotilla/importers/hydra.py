@@ -257,17 +257,26 @@ def _closing(path: str, written: str, start: int) -> int:
 def as_given(
     flat: Mapping[str, Any], touched: set[str], default: Lookup, environment: Mapping[str, str]
 ) -> list[Given]:
-    """Resolve all interpolations.
+    """Resolve all interpolations; a parameter whose variable is not set is refused, where its value matters.
 
     Raises:
         InvalidSpec: one cannot be resolved.
     """
     interpolation = Interpolation(flat, default, environment)
-    values = {name: interpolation.resolve(name) for name in flat}
+    values: dict[str, Any] = {}
+    unknown: dict[str, str] = {}
+    for name, written in flat.items():
+        try:
+            values[name] = interpolation.resolve(name)
+        except InvalidSpec as error:
+            if "${oc.env:" not in str(written):
+                raise
+            values[name], unknown[name] = written, error.detail
     return [
-        Given(value, name, "override" if name in touched else "file", _is_used(name, interpolation.used))
+        Given(value, name, "override" if name in touched else "file", _is_used(name, interpolation.used),
+              unknown.get(name))
         for name, value in values.items()
-    ]
+    ]  # fmt: skip
 
 
 def _is_used(name: str, used: Container[str]) -> bool:

@@ -69,7 +69,7 @@ def test_an_override_is_told_from_the_file() -> None:
         ("a: {b: '${nowhere.at.all}'}", "a.b"),
         ("a: '${unclosed'", "a"),
         ("a: '${uuid:}'", "a"),
-        ("a: '${oc.env:NOT_THERE}'", "a"),
+        ("a: '${b}'\nb: '${oc.env:NOT_THERE}'", "b"),
         ("1.5: x", "f.yaml"),
         ("a: 2020-13-45", "f.yaml"),
     ],
@@ -79,6 +79,13 @@ def test_what_cannot_be_resolved_is_a_message_with_its_place(text: str, path: st
         values(text)
 
     assert [entry["path"] for entry in caught.value.errors] == [path]
+
+
+def test_a_variable_that_is_not_set_is_the_fault_of_its_parameter_alone() -> None:
+    given = as_given({"a": "${oc.env:SOME_API_KEY}", "b": 2}, set(), lambda name: UNSET, {})
+
+    assert [(each.spelling, each.refusal is None) for each in given] == [("a", False), ("b", True)]
+    assert "SOME_API_KEY" in str(given[0].refusal)
 
 
 @pytest.mark.parametrize("override", ["novalue", "=3", "a b=3", "-x=1"])

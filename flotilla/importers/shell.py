@@ -26,6 +26,7 @@ SUCCEED = frozenset(
     {"", "cd", "pushd", "mkdir", "set", "export", "source", ".", "echo", "pip", "pip3", "sleep", "ray", "rm", "cp"}
 )
 """Commands that a launch script takes to succeed; others before ``&&`` may be questions."""
+NUMBERED = re.compile(r"(?<!\\)\$(?:(\d)|\{(\d+)\})")
 ARITY = re.compile(r"\$#|\$\{#\}|-z \"?\$\{?[1-9]\b")
 """What asks whether a script has arguments."""
 UNCERTAIN = "whether this runs is not known, the condition is no comparison of known values: give the final value"
@@ -186,6 +187,7 @@ class _Reader:
             return
         head = text_of(parts[0])
         if doubt is None and head in {"exit", "return"}:
+            self._script.ends = self._script.where(node) if head == "exit" else self._script.ends
             raise _Ended if head == "exit" else _Returned
         if head in self._script.functions:
             self._call(head, parts[1:], doubt)
@@ -323,9 +325,14 @@ class _Reader:
             return text_of(body)
         source, at, parts = body.text or b"", 0, []
         for child in [each for each in body.named_children if each.type != "heredoc_content"]:
-            parts += [source[at : child.start_byte - body.start_byte].decode(), self._words.text(child)]
+            parts += [self._numbered(source[at : child.start_byte - body.start_byte], body), self._words.text(child)]
             at = child.end_byte - body.start_byte
-        return "".join([*parts, source[at:].decode()]).replace("\\\n", "").strip("\n")
+        return "".join([*parts, self._numbered(source[at:], body)]).replace("\\\n", "").strip("\n")
+
+    def _numbered(self, text: bytes, body: Node) -> str:
+        """Put arguments of the script in, which the grammar does not see in a here-document."""
+        value = self._script.value
+        return NUMBERED.sub(lambda match: value(match[1] or match[2], body), text.decode())
 
     def _if(self, node: Node, doubt: str | None) -> None:
         """Follow the branch that runs; those after one of which that is not known may run, too."""

@@ -103,6 +103,7 @@ class Script:
         arguments: ``$1`` and those after it.
         commands: those that run, or may.
         empty: variables without a value, by what stands before them in a command: ``name=``, or a word ``--name``.
+        ends: where it ended last, by a command that ends it.
         needs_values: whether a name without a value ends it (``set -u``), where else it is empty.
     """
 
@@ -116,13 +117,14 @@ class Script:
     arguments: Sequence[str] = ()
     commands: list[Command] = field(default_factory=list)
     empty: dict[str, str] = field(default_factory=dict)
+    ends: str | None = None
     needs_values: bool = False
 
     def inner(self) -> "Script":
         """Return a copy, as a subshell has it: what it sets stays there, what it runs is run."""
         return Script(
             self.source, self.fixed, self.environment, dict(self.variables), dict(self.arrays), dict(self.unknown),
-            dict(self.functions), self.arguments, self.commands, self.empty, self.needs_values,
+            dict(self.functions), self.arguments, self.commands, self.empty, self.ends, self.needs_values,
         )  # fmt: skip
 
     def where(self, node: Node) -> str:

@@ -14,7 +14,7 @@ from flotilla.importers.openrlhf.system import OPENRLHF, decay, model, over_step
 from flotilla.importers.parameter import Parameter, applied, ignored, refused, translated, unsupported
 from flotilla.importers.source import Rule, Source, System, make_system
 from flotilla.importers.spelling import dtype_of
-from flotilla.importers.values import count, flag, integer, number, pieces, text
+from flotilla.importers.values import count, flag, integer, number, numbers, pieces, text
 from flotilla.shared.config.sections.data import PLACE
 
 Fields = dict[str, Any]
@@ -214,7 +214,7 @@ def _rows(source: Source) -> Fields:
 def _weighed(source: Source, places: list[Fields]) -> Fields:
     """Make the sources with their weights, and how many rows are taken of each, or of all."""
     most = {"max_rows": source.required("--max_samples")} if source.has("--max_samples") else {}
-    weights = [float(each) for each in (source.value("--dataset_probs") or "").split(",") if each]
+    weights = numbers("--dataset_probs", source.value("--dataset_probs")) or []
     if weights and len(weights) != len(places):
         source.refuse("--dataset_probs", f"{len(weights)} weights for {len(places)} datasets: give one for each")
     elif len(places) > 1 and weights:

@@ -157,7 +157,7 @@ def _from_script(
         known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
         flat = {name: value for name, value in script.variables.items() if name in known}
         if launch.is_started(text) or not flat:
-            raise problem(source, "nothing", NOT_REACHED)
+            raise problem(script.ends or source, "exit" if script.ends else "nothing", NOT_REACHED)
         return _resolved(flat, [], dotted, {}, environment, where="script")
     flat, refusals = launch.config_values(found, beside, OWN)
     refusals = [*launch.program_given(found), *refusals, *found.refusals]

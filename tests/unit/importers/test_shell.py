@@ -54,6 +54,7 @@ def words(text: str, **fixed: str) -> list[str]:
         ('if [ -z "$1" ]; then exit 1; fi\nrun a', ["run", "a"]),
         ("if [ $NODE_RANK == 0 ]; then run head; else run ${RANK}; fi", ["run", "head"]),
         ("read -r -d '' C <<'EOF'\nmod $A\nEOF\nrun $C", ["run", "mod", "$A"]),
+        ("set -- x y\nread -r -d '' C <<EOF\nmod $1 ${2}-$1 \\$1\nEOF\nrun $C", ["run", "mod", "x", "y-x", "\\$1"]),
         ("read -r -d '' C <<EOF\nmod --a 1 \\\n --b 2\nEOF\nrun $C", ["run", "mod", "--a", "1", "--b", "2"]),
     ],
 )  # fmt: skip

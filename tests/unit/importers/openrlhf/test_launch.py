@@ -10,7 +10,7 @@ from flotilla.cli.__main__ import main
 from flotilla.importers.build import Imported, build, look_up
 from flotilla.importers.openrlhf.launch import read_openrlhf
 from flotilla.importers.parameter import Verdict
-from flotilla.importers.systems import SYSTEMS, read
+from flotilla.importers.systems import SYSTEMS, read, system_of
 from flotilla.shared.errors import InvalidSpec
 from tests.unit.importers.sources import BASES, import_flat
 
@@ -239,3 +239,11 @@ def test_a_filter_after_the_overlong_penalty_is_refused(metric: str, is_refused:
     report = import_flat("verl", {**FILTER, **shaped, "algorithm.filter_groups.metric": metric}).report
 
     assert [entry.name for entry in report.refused] == (["algorithm.filter_groups.metric"] if is_refused else [])
+
+
+def test_weights_of_datasets_that_are_no_numbers_are_a_message() -> None:
+    line = "python3 -m openrlhf.cli.train_dpo --pretrain m --dataset ./a.jsonl,./b.jsonl --dataset_probs '$1'"
+    given = read("openrlhf", line, (), {}, source="run.sh")
+
+    with pytest.raises(InvalidSpec, match="a list of numbers"):
+        build(system_of("openrlhf", given), given)

@@ -82,6 +82,13 @@ UNKNOWN: Final = (
     "no trainer of verl that this importer knows: what its own code and file of defaults set is not in this report; "
     f"the parameters are read as those of verl.trainer.main_ppo (known are {', '.join(TRAINERS)})"
 )
+OTHERS: Mapping[str, str] = MappingProxyType(
+    {
+        "verl.trainer.main": "EasyR1's trainer, whose keys (worker.*, data.rollout_batch_size) and defaults are its "
+        "own: its files are not read; write what they say as keys of verl's",
+    }
+)
+"""Trainers built on verl that are often met, and why their files are not read."""
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "--config-name": CONFIG, "-cn": CONFIG, "--config-path": "--config-path", "-cp": "--config-path",
@@ -239,7 +246,8 @@ def program_given(launch: Launch) -> list[Given]:
     if launch.module in TRAINERS:
         return said(launch.kind, launch.module, "script")
     is_known = is_fine_tuning(launch.module) or is_scoring(launch.module) or last_name(launch.module) in GENERATORS
-    return [Given(launch.module, MODULE, "script", refusal=None if is_known else UNKNOWN)]
+    why = None if is_known else OTHERS.get(launch.module, UNKNOWN)
+    return [Given(launch.module, MODULE, "script", refusal=why)]
 
 
 def is_fine_tuning(module: str) -> bool:

@@ -96,6 +96,14 @@ def test_a_critic_warms_up_over_updates_of_its_own(policys: float, critics: floa
     assert found.document["algorithm"]["value_loss"].get("warmup_updates") == expected
 
 
+def test_easyr1_is_refused_by_its_name() -> None:
+    text = "python3 -m verl.trainer.main config=examples/config.yaml worker.actor.model.model_path=m trainer.nnodes=1"
+    found = build(SYSTEMS["verl"], read("verl", text, (), {}, source="run.sh"), rows=1000)
+
+    assert any("EasyR1's trainer" in each.detail for each in found.report.refused)
+    assert not found.may_run()
+
+
 def test_the_older_name_of_the_recipe_dapo_draws_and_filters() -> None:
     found = imported("recipe.dapo.src.main_dapo", **{"data.gen_batch_size": 192, "algorithm.filter_groups.enable": True,
                      "algorithm.filter_groups.metric": "acc"})  # fmt: skip

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 USUAL: Final = "qwen2"
 NAMES: Final[tuple[tuple[str, str], ...]] = (
+    (r"internvl.*-hf", "internvl"),
     (r"qwen-?3[._]5.*a\d+b|qwen-?3[._]5.*moe", "qwen3_5_moe"),
     (r"qwen-?3[._]5", "qwen3_5"),
     (r"qwen-?3[-_]?next", "qwen3_next"),

@@ -1,6 +1,7 @@
 """Which models take images; no torch, and no Pillow, here."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,11 @@ GRID_MODELS: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_
 TILE_MODELS: Final = frozenset({"internvl"})
 """Kinds of models whose images are tiles of one size, in a text of plain positions."""
 IMAGE_MODELS: Final = GRID_MODELS | TILE_MODELS
+NOT_COMPUTED: Final[Mapping[str, str]] = {
+    "gemma3": "whose tokens of an image attend to each other in both directions, which packed rows, shared prompts and "
+    "kept turns have no mask for",
+}
+"""Kinds that take images elsewhere, and why not here."""
 
 
 def kind_of(directory: Path) -> tuple[str | None, int | None]:

@@ -20,7 +20,7 @@ from flotilla.shared.errors import DataError, ModelError
 from flotilla.shared.net.absence import absent_or
 from flotilla.shared.schemas.task import IMAGE_MARK, Message
 from flotilla.shared.vision.files import digest_of, pixels_of
-from flotilla.shared.vision.kinds import IMAGE_MODELS, kind_of, marks_of
+from flotilla.shared.vision.kinds import IMAGE_MODELS, NOT_COMPUTED, kind_of, marks_of
 from flotilla.shared.vision.layouts import ImageLayout, ProcessedImage, layout_of
 from flotilla.shared.vision.spans import ImageSpan, find_spans
 
@@ -71,9 +71,9 @@ class ImageProcessor:
         directory = Path(path)
         kind, token_id = kind_of(directory)
         if kind is None or kind not in IMAGE_MODELS or token_id is None:
-            raise ModelError(
-                f"data.images: model.path {path} is a {kind}, and images are taken by {', '.join(sorted(IMAGE_MODELS))}"
-            )
+            why = f", {NOT_COMPUTED[kind]}" if kind is not None and kind in NOT_COMPUTED else ""
+            taken = ", ".join(sorted(IMAGE_MODELS))
+            raise ModelError(f"data.images: model.path {path} is a {kind}{why}, and images are taken by {taken}")
         try:
             from transformers import AutoImageProcessor, AutoTokenizer
             from transformers.utils import logging as transformers_logging

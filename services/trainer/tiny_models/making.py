@@ -28,7 +28,7 @@ from transformers import (
 
 from flotilla.services.trainer.tiny_models.recipe import ModelRecipe, Recipe
 from flotilla.shared.errors import ModelError
-from flotilla.shared.vision.kinds import GRID_MODELS
+from flotilla.shared.vision.kinds import GRID_MODELS, IMAGE_MODELS, TILE_MODELS
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IMAGE: Final = "<|image_pad|>"
@@ -76,6 +76,7 @@ def make_tokenizer(texts: Iterable[str], answers: Sequence[str], max_tokens: int
         pad_token=PAD,
         eos_token=TURN_END,
         additional_special_tokens=[TURN_START, *VISION],
+        model_specific_special_tokens={"start_image_token": VISION[0], "end_image_token": VISION[1]},
         chat_template=TEMPLATE,
         padding_side="left",
         clean_up_tokenization_spaces=False,
@@ -90,6 +91,15 @@ HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 64, 4, 2, 16
 NUM_LAYERS: Final = 2
 NUM_EXPERTS: Final = 4
 PATCH: Final = 4
+TILE: Final = 4 * PATCH
+GRIDS: Final[Mapping[str, Any]] = {
+    "image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "temporal_patch_size": 2, "merge_size": 2,
+    "min_pixels": 64, "max_pixels": 4096,
+}  # fmt: skip
+TILES: Final[Mapping[str, Any]] = {
+    "image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": TILE, "width": TILE}, "max_patches": 4,
+}  # fmt: skip
+"""What their processors of images are made with."""
 VISION_SECTIONS: Final = ("vision_config",)
 SIZES: Final[Mapping[str, int]] = {
     "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": NUM_LAYERS,
@@ -104,12 +114,15 @@ SIZES: Final[Mapping[str, int]] = {
     "topk_group": 1, "first_k_dense_replace": 1,
     # Linear attention of Qwen3-Next.
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    # A tile of InternVL.
+    "image_seq_length": 4,
 }  # fmt: skip
 """What each is at most; what a config leaves empty stays so."""
 TOWER: Final[Section] = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": PATCH, "window_size": 16,
     "out_hidden_size": HIDDEN, "num_position_embeddings": 16, "embed_dim": 32, "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0], "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": TILE,
 }  # fmt: skip
 """The same of a tower for images."""
 
@@ -200,7 +213,7 @@ def make_models(recipe: Recipe, folder: Path) -> None:
 def _make(recipe: ModelRecipe, common: Recipe, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     torch.manual_seed(recipe.seed)
     config = _config(recipe, tokenizer, common.max_tokens)
-    takes_images = config.model_type in GRID_MODELS
+    takes_images = config.model_type in IMAGE_MODELS
     kind: Any = AutoModelForImageTextToText if takes_images else AutoModelForCausalLM
     kind = AutoModelForSequenceClassification if recipe.scores else kind
     try:
@@ -216,14 +229,7 @@ def _make(recipe: ModelRecipe, common: Recipe, tokenizer: PreTrainedTokenizerFas
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     if takes_images:
-        described = {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": PATCH,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "min_pixels": 64,
-            "max_pixels": 4096,
-        }
+        described = TILES if config.model_type in TILE_MODELS else GRIDS
         (directory / "preprocessor_config.json").write_text(json.dumps(described), encoding="utf-8")
 
 

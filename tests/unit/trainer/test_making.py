@@ -1,4 +1,12 @@
-from flotilla.services.trainer.tiny_models.making import shrunk
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForImageTextToText
+
+from flotilla.services.trainer.tiny_models.making import make_models, shrunk
+from flotilla.services.trainer.tiny_models.recipe import ModelRecipe, Recipe
+from flotilla.shared.vision.processor import ImageProcessor
+from tests.vision_models import a_picture
 
 
 def test_sizes_shrink_and_the_kind_stays() -> None:
@@ -34,3 +42,15 @@ def test_axes_of_positions_divide_a_head() -> None:
 
 def test_what_is_empty_stays_empty() -> None:
     assert shrunk({"q_lora_rank": None, "sliding_window": None}) == {"q_lora_rank": None, "sliding_window": None}
+
+
+def test_a_small_model_of_tiles_has_a_processor_that_gives_an_image_its_tokens(tmp_path: Path) -> None:
+    wanted = ModelRecipe(directory="model", family="internvl")
+    make_models(Recipe(models=(wanted,), texts=("What is it?",), answers=("1",), max_tokens=128), tmp_path)
+
+    shown = ImageProcessor.from_directory(tmp_path / "model").process(a_picture(size=(32, 16)))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    features = model.base_model.get_image_features(torch.from_numpy(shown.pixel_values), return_dict=True).pooler_output
+
+    assert (shown.rows, shown.columns) == (3, 4)
+    assert features.shape[:2] == (3, 4)

@@ -17,6 +17,7 @@ from flotilla.trial_run.families import family_of
         ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3_vl_moe"),
         ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "qwen2_moe"),
+        ("OpenGVLab/InternVL3-8B-hf", "internvl"),
         ("meta-llama/Meta-Llama-3-8B", "llama"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2"),
         ("deepseek-ai/deepseek-llm-7b-chat", "llama"),

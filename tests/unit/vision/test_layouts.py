@@ -9,6 +9,7 @@ import pytest
 
 from flotilla.shared.errors import ModelError
 from flotilla.shared.vision.layouts import TileLayout, layout_of
+from flotilla.shared.vision.processor import ImageProcessor
 
 TILE = 448 * 448
 
@@ -59,3 +60,10 @@ def test_tokens_around_images_must_be_known_and_a_tiles_must_be_those_of_its_pix
     (tmp_path / "config.json").write_text(json.dumps(config | {"image_seq_length": 64}))
     with pytest.raises(ModelError, match="64 tokens"):
         layout_of("internvl", tmp_path, a_processor(), tokenizer)
+
+
+def test_a_kind_whose_images_are_not_computed_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "image_token_id": 5}))
+
+    with pytest.raises(ModelError, match="both directions"):
+        ImageProcessor.from_directory(tmp_path)

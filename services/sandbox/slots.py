@@ -8,14 +8,15 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from flotilla.shared.errors import Unavailable
 
 MAX_UIDS_TRIED = 600
-LOCKS = Path("/run/flotilla-sandbox")
+LOCKS = (Path("/run/flotilla-sandbox"), Path("/tmp/flotilla-sandbox"))  # noqa: S108
+"""The first that can be made holds the locks: of a container whose root is read-only, that is the second."""
 SWEEP_SECONDS = 5.0
 
 
@@ -25,7 +26,6 @@ def lock_uid(uid: int, locks: Path) -> int | None:
     Returns:
         The descriptor that holds the lock, or None if another service has it.
     """
-    locks.mkdir(mode=0o700, exist_ok=True)
     if locks.lstat().st_uid != os.getuid() or not stat.S_ISDIR(locks.lstat().st_mode):
         raise Unavailable(f"{locks} does not belong to this service's user")
     descriptor = os.open(locks / str(uid), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -37,19 +37,35 @@ def lock_uid(uid: int, locks: Path) -> int | None:
     return descriptor
 
 
+def folder_of_locks(places: Sequence[Path]) -> Path:
+    """Make the first of these folders that can be made, or find it there.
+
+    Raises:
+        Unavailable: none can.
+    """
+    causes = []
+    for place in places:
+        try:
+            place.mkdir(mode=0o700, exist_ok=True)
+            return place
+        except OSError as error:
+            causes.append(str(error))
+    raise Unavailable(f"no folder can be made for the locks of uids: {'; '.join(causes)}")
+
+
 @contextmanager
-def own_uids(number: int, base: int, locks: Path = LOCKS) -> Iterator[list[int | None]]:
+def own_uids(number: int, base: int, places: Sequence[Path] = LOCKS) -> Iterator[list[int | None]]:
     """Take ``number`` free uids from ``base`` on, or none if this process is not root.
 
     Raises:
-        Unavailable: there are not enough free ones.
+        Unavailable: there are not enough free ones, or their locks have no place.
     """
     if os.getuid() != 0:
         yield [None] * number
         return
     with ExitStack() as held:
         found: list[int | None] = []
-        in_use = uids_in_use()
+        in_use, locks = uids_in_use(), folder_of_locks(places)
         for uid in range(base, base + MAX_UIDS_TRIED):
             if len(found) == number:
                 break

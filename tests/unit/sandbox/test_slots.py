@@ -27,5 +27,5 @@ def test_locks_are_in_the_first_folder_that_can_be_made(tmp_path: Path) -> None:
 
     assert folder_of_locks([never, tmp_path / "locks"]) == folder_of_locks([tmp_path / "locks"]) == tmp_path / "locks"
     assert (tmp_path / "locks").stat().st_mode & 0o777 == 0o700
-    with pytest.raises(Unavailable, match="no folder can be made for the locks of uids: .*Not a directory"):
+    with pytest.raises(Unavailable, match=r"no folder can be made for the locks of uids: .*Not a directory"):
         folder_of_locks([never])

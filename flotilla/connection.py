@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from flotilla.defaults import DEFAULT_DATA as DEFAULT_DATA
 from flotilla.shared.children.processes import birth_of
+from flotilla.shared.config.load.spec_text import merged
 from flotilla.shared.environment.settings import check_gateway_url, token_from
 from flotilla.shared.errors import Conflict, NotFound, Unauthorized, Unavailable
-from flotilla.shared.locations.allowed import grant_code
+from flotilla.shared.locations.allowed import AGENT, grant_code
 from flotilla.shared.net.client.client import GatewayClient
 from flotilla.shared.schemas.experiment import ExperimentKind, ExperimentState, ExperimentView
 
@@ -131,6 +132,24 @@ def allow_code(url: str | None, data: Path, document: Any, environment: Mapping[
     """
     if not (url or environment.get("FLOTILLA_GATEWAY_URL")):
         grant_code(data, document)
+
+
+def allow_fork(
+    url: str | None, data: Path, spec: Any, changes: Any, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Let the fleet of ``data`` start the environment of agents that a fork has, as ``allow_code``.
+
+    It is allowed as a whole, also where the changes are of a part of it: what else a spec names is in them.
+    """
+    own, *above = reversed(AGENT.split("."))
+    for name in reversed(above):
+        spec, changes = (each.get(name) if isinstance(each, Mapping) else None for each in (spec, changes))
+    if not isinstance(changes, Mapping) or own not in changes:
+        return
+    document = {own: merged((spec or {}).get(own), changes[own])}
+    for name in above:
+        document = {name: document}
+    allow_code(url, data, document, environment)
 
 
 def choose_experiment(views: Sequence[View], reference: str | None, *, is_unique: bool = False) -> View:

@@ -15,7 +15,7 @@ from flotilla.client.calls import PAGE
 from flotilla.client.fetching import download, local_model
 from flotilla.client.fleet import FleetCalls
 from flotilla.client.views import Experiment, Experiments, Metrics, Samples, plot_series
-from flotilla.connection import allow_code, choose_experiment
+from flotilla.connection import allow_code, allow_fork, choose_experiment
 from flotilla.shared.errors import DeadlineExceeded, FlotillaError, NotFound
 from flotilla.shared.samples.query import SampleOrder
 from flotilla.shared.schemas.experiment import (
@@ -135,6 +135,8 @@ class AsyncClient(FleetCalls):
     async def fork(self, experiment: Reference, changes: Mapping[str, Any] = {}, step: int | None = None) -> Experiment:
         """Start another from a checkpoint of it, with some keys of the spec changed; without a step the newest."""
         allow_code(*self._place, dict(changes))
+        if "rollout" in changes:
+            allow_fork(*self._place, (await self.experiment(experiment)).spec, changes)
         return await self._act(experiment, "fork", {"step": step, "changes": dict(changes)})
 
     async def stop(self, experiment: Reference) -> Experiment:

@@ -41,6 +41,8 @@ GRANTS: Final = "code-files"
 """File in the data directory of a local fleet: code that was named in a spec file which its user started."""
 CODE: Final = re.compile(r"[/~].*\.py:\w+", re.DOTALL)
 """``file.py:name``; what a spec names is absolute by the time that it is sent."""
+COUNTS: Final = frozenset({"parallel", "seconds"})
+"""Keys of an environment of agents that say nothing of what is started."""
 PROGRAM: Final = re.compile(r"[\w@%+=:,./\" $-]+", re.ASCII)
 """A shell's command that starts one program with arguments, in which variables may stand, and does nothing else."""
 STEP: Final = re.compile(r"@\d+$")
@@ -107,7 +109,7 @@ class Places:
         Raises:
             InvalidSpec: it is not allowed; the detail names the setting.
         """
-        if isinstance(environment, NemoGymConfig) or _line_of_environment(environment) in self._granted_lines():
+        if isinstance(environment, NemoGymConfig) or not _lines_of(environment).isdisjoint(self._granted_lines()):
             return
         if isinstance(environment, VerifiersConfig):
             # As it is written: many environments' interpreters are links to one and the same file.
@@ -279,7 +281,7 @@ def _no_program(program: str, field: str) -> InvalidSpec:
     return InvalidSpec(
         f"{field}: the program {program!r} is none that this fleet starts for a spec: name the file itself, "
         f"by its absolute path, in {CODE_FOLDERS} of gateway and rollouts, or start the spec's file with "
-        "`flotilla run` or `flotilla start` on the fleet's own machine",
+        "`flotilla run` or `flotilla start`, or fork with `flotilla fork`, on the fleet's own machine",
         errors=[{"path": field, "value": program, "allowed": f"a program in {CODE_FOLDERS}"}],
     )
 
@@ -287,8 +289,8 @@ def _no_program(program: str, field: str) -> InvalidSpec:
 def _not_readable(what: str, field: str) -> InvalidSpec:
     return InvalidSpec(
         f"{field}: {what} is nothing that programs of a spec may read: leave it out, let it be below a path in "
-        f"{CODE_FOLDERS} of gateway and rollouts, or start the spec's file with `flotilla run` or `flotilla start` on "
-        "the fleet's own machine",
+        f"{CODE_FOLDERS} of gateway and rollouts, or start the spec's file with `flotilla run` or `flotilla start`, "
+        "or fork with `flotilla fork`, on the fleet's own machine",
         errors=[{"path": field, "value": what, "allowed": f"a path in {CODE_FOLDERS}"}],
     )
 
@@ -311,7 +313,13 @@ def _line_of(command: Sequence[str]) -> str:
 
 def _line_of_environment(environment: AgentEnvironment) -> str:
     # Without defaults: it stays the same in a release that has more of them.
-    return _line_of(("environment", environment.model_dump_json(exclude_defaults=True)))
+    return _line_of(("environment", environment.model_dump_json(exclude_defaults=True, exclude=set(COUNTS))))
+
+
+def _lines_of(environment: AgentEnvironment) -> set[str]:
+    """List the lines by which an environment is granted; earlier releases wrote the whole of it."""
+    whole = _line_of(("environment", environment.model_dump_json(exclude_defaults=True)))
+    return {_line_of_environment(environment), whole}
 
 
 def read_places(values: Mapping[str, str], data: Path) -> Places:

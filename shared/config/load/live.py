@@ -71,6 +71,7 @@ REASONS: Mapping[str, str] = {
     "evaluation.*": "values of another evaluation would appear in the same series",
     "rollout.engine.*": "engines were started with it",
     "rollout.episodes.*": "environments and tools were started with it",
+    "rollout.agents.*": "agents were started with it, and have episodes that were handed out by it",
     "reward.*": "reward services were opened with it, and rewards in one step would not compare",
     "parallelism.*": "the trainer's ranks were formed with it",
     "checkpoint.*": "the trainer's checkpoints were opened with it",

@@ -151,18 +151,19 @@ def with_changes(spec: ExperimentSpec, changes: Mapping[str, Any]) -> Experiment
     Raises:
         InvalidSpec: the changed spec does not validate.
     """
-    return validate_spec(_merged(spec.model_dump(mode="json"), changes))
+    return validate_spec(merged(spec.model_dump(mode="json"), changes))
 
 
-def _merged(document: Any, changes: Any, path: str = "") -> Any:
+def merged(document: Any, changes: Any, path: str = "") -> Any:
+    """Merge keys into a document, unchecked; a section whose ``kind`` changes is replaced."""
     if isinstance(document, list) and isinstance(changes, Mapping) and changes:
         return _merged_list(document, changes, path)
     if not isinstance(document, Mapping) or not isinstance(changes, Mapping):
         return changes
     if "kind" in changes and changes["kind"] != document.get("kind"):
         return changes
-    merged = {key: _merged(document.get(key), value, f"{path}.{key}") for key, value in changes.items()}
-    return {**document, **merged}
+    found = {key: merged(document.get(key), value, f"{path}.{key}") for key, value in changes.items()}
+    return {**document, **found}
 
 
 def _merged_list(items: Sequence[Any], changes: Mapping[str, Any], path: str) -> list[Any]:
@@ -173,7 +174,7 @@ def _merged_list(items: Sequence[Any], changes: Mapping[str, Any], path: str) ->
             allowed = f"the list has {len(found)} items, numbered from 0, and {str(name)[:MAX_SHOWN]!r} is none of them"
             where = path.removeprefix(".")
             raise InvalidSpec(f"{where}: {allowed}", errors=[{"path": where, "value": None, "allowed": allowed}])
-        found[int(name)] = _merged(found[int(name)], value, f"{path}.{name}")
+        found[int(name)] = merged(found[int(name)], value, f"{path}.{name}")
     return found
 
 

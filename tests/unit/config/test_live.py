@@ -12,6 +12,7 @@ from flotilla.shared.config.load.live import (
     effect_of,
     group_settings,
     keys_between,
+    refusal,
     undone,
 )
 from flotilla.shared.config.load.spec_text import validate_spec, with_changes
@@ -236,3 +237,10 @@ def test_a_known_change_takes_a_version_from_another_account_and_nothing_else() 
     other = a_change("c1", ("b", 5, 6), version=7, step=8, actor="eve")
 
     assert merged([waiting], [other]) == (waiting.model_copy(update={"version": 7, "step": 8}),)
+
+
+def test_keys_of_agents_cannot_change_since_agents_were_started_with_them() -> None:
+    said = refusal("rollout.agents.environment.parallel")
+
+    assert "agents were started with it" in said
+    assert "flotilla fork" in said

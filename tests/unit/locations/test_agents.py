@@ -1,14 +1,16 @@
 """The agent of an environment that a spec names is started only where gateway and rollout allow it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flotilla.connection import allow_fork
 from flotilla.services.gateway.preflight.checks import check_code
 from flotilla.services.rollout.session import SessionOpener
 from flotilla.shared.errors import InvalidSpec
-from flotilla.shared.locations.allowed import Places, check_agents, grant_code, read_places
+from flotilla.shared.locations.allowed import GRANTS, Places, check_agents, grant_code, read_places
 from flotilla.shared.schemas.service import Assignment
 from tests.unit.config.test_agents import GYM, HARBOR, TASKSET, spec_with
 
@@ -122,3 +124,56 @@ def test_a_local_user_allows_one_environment_as_it_is_by_starting_the_file(
     check(environment, places)
     with pytest.raises(InvalidSpec, match="FLOTILLA_CODE_FOLDERS"):
         check(environment | change, places)
+
+
+@pytest.mark.parametrize(
+    ("environment", "change"),
+    [
+        (HARBOR, {"harness": "play; id"}),
+        (HARBOR, {"harness": "play --more", "secrets": ["A"], "parallel": 2}),
+        (TASKSET, {"options": {"agent": {"harness": {"id": "bash"}}}}),
+        (TASKSET, {"taskset": "another"}),
+        (TASKSET, dict(HARBOR)),
+    ],
+)
+def test_a_local_user_allows_what_a_fork_changes_in_an_environment_and_nothing_else(
+    environment: dict[str, Any], change: dict[str, Any], tmp_path: Path
+) -> None:
+    places = read_places({}, tmp_path)
+    forked = environment | change if change.get("kind", environment["kind"]) == environment["kind"] else change
+    spec = {"rollout": {"agents": {"environment": environment}}}
+    changes = {"rollout": {"agents": {"environment": change}}}
+    allow_fork("http://elsewhere", tmp_path, spec, changes, {})
+    allow_fork(None, tmp_path, spec, {"rollout": {"group_size": 4}}, {})
+    allow_fork(None, tmp_path, spec, {"rollout": {"agents": None}}, {})
+    with pytest.raises(InvalidSpec, match="or fork with `flotilla fork`"):
+        check(forked, places)
+
+    allow_fork(None, tmp_path, spec, changes, {})
+
+    check(forked, places)
+    with pytest.raises(InvalidSpec):
+        check(environment, places)
+
+
+@pytest.mark.parametrize(
+    ("environment", "change"), [(HARBOR, {"parallel": 3, "seconds": 60.0}), (TASKSET, {"parallel": 3})]
+)
+def test_how_many_play_and_how_long_is_nobodys_to_allow(
+    environment: dict[str, Any], change: dict[str, Any], tmp_path: Path
+) -> None:
+    places = read_places({}, tmp_path)
+    grant_code(tmp_path, {"rollout": {"agents": {"environment": environment | change}}})
+
+    check(environment, places)
+    check(environment | change | {"parallel": 5}, places)
+
+
+def test_what_an_earlier_release_wrote_down_is_allowed_as_it_was(tmp_path: Path) -> None:
+    environment = {**HARBOR, "parallel": 3}
+    whole = spec_with(environment).rollout.agents
+    assert whole is not None and whole.environment is not None
+    line = json.dumps(["environment", whole.environment.model_dump_json(exclude_defaults=True)])
+    (tmp_path / GRANTS).write_text(f"{line}\n")
+
+    check(environment, read_places({}, tmp_path))

@@ -145,7 +145,7 @@ def as_others_reach(address: str) -> str:
 
 
 def end_at_once(detail: str) -> None:
-    """End this process with a sentence, and without an orderly end: what it knows is old, and must reach nobody."""
+    """End this process at once with a message: its state is outdated, and must not be sent anywhere."""
     sys.stderr.write(f"gateway cannot go on: {detail}\n")
     sys.stderr.flush()
     os._exit(CANNOT_START)

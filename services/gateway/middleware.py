@@ -1,6 +1,6 @@
 """What every request passes before a route sees it: the token and its scope, the size of the body, the idempotency key.
 
-Everything is refused without a token but the few paths that say nothing about anybody's work, and nothing of a body is
+Everything is refused without a token but the few paths that reveal nothing about experiments, and nothing of a body is
 read before its sender is known. How long heads and bodies may take, and how large heads may be, is the connection's.
 """
 
@@ -166,7 +166,7 @@ class Guard:
         return shown
 
     def _check_owner(self, scope: Scope, experiment_id: str, owner: str) -> None:
-        """Answer whoever has another's experiment as if there were none: ids say what others work on."""
+        """Answer requests for another owner's experiment as if there were none: ids reveal what others work on."""
         if self._opened_of(scope).owner_of(experiment_id) != owner:
             detail = f"there is no experiment {experiment_id} of the owner {owner}"
             raise _Refused(NotFound(detail, experiment_id=experiment_id), is_ours=True)

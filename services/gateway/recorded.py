@@ -1,8 +1,8 @@
 """A gateway of runs that are over: their databases, read into memory, and nothing that works on them.
 
-The same routes answer as of a gateway at work, so the page looks at run folders as at a fleet. Nothing is written but
-the samples' index beside the samples, and what nobody kept is empty, such as the ledger of what had not ended. A
-database may come from somebody else: of what it says, no folder outside its own is believed.
+The same routes answer as of a gateway at work, so the page shows run folders like a fleet. Nothing is written but
+the samples' index beside the samples, and what was not stored is empty, such as the ledger of a run that had not ended.
+A database may be foreign: no folder outside its own is trusted.
 """
 
 import asyncio

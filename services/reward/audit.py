@@ -23,7 +23,7 @@ _WHOLE = float(1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the second grade of a group says of the first.
+    """The comparison of a group's second grade with the first.
 
     Attributes:
         num_compared: samples that both graded.
@@ -121,7 +121,7 @@ class Auditor:
     async def grades_of(self, group: Group) -> list[Grade | None]:
         """Grade a group's samples as sampled; errors where the graders take too long, or raise.
 
-        A second grade has no say in what becomes of the group, so nothing of it escapes but a cancellation.
+        A second grade does not affect the group, so no error of it escapes but a cancellation.
         """
         found: list[Grade | None] = [None] * len(group.trajectories)
         wanted = [number for number, each in enumerate(group.trajectories) if is_gradable(each)]

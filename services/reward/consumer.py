@@ -58,7 +58,7 @@ class RewardConsumer:
         verifier: what grades.
         config: what is filtered.
         concurrency: groups graded at the same time in each lane.
-        kept: told of groups that are not trained.
+        kept: receives groups that are not trained.
         teachers: asked about what is to be trained; None where no teacher is behind a URL.
         auditor: grades a share of the groups in training a second time; None where the spec asks for none.
     """
@@ -283,7 +283,7 @@ class RewardConsumer:
             self._sending[hop] -= 1
 
     async def _give_up(self, hop: Hop, claim: Claim) -> None:
-        # If this fails too, the lease ends and somebody else takes the claim over.
+        # If this fails too, the lease ends and another consumer takes the claim over.
         try:
             async with asyncio.timeout(HAND_BACK_SECONDS):
                 await hop.hand_back(claim)

@@ -1,6 +1,6 @@
 """What becomes of a graded group: trained as shaped and masked, filtered since it teaches nothing, or failed.
 
-One decision for the service that grades while a run continues and for whoever grades its samples again.
+One decision for the service that grades during a run and for a later regrading of its samples.
 """
 
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ def why_filtered(group: Group, config: RewardConfig) -> str | None:
     """Return why a graded group is not worth training on, if so.
 
     A greedy answer that the others are compared with counts where a spread is asked for: answers that are equal teach,
-    if it is not. It does not count in a mean, which says how hard the task is for the policy as it samples.
+    if it is not. It is excluded from the mean, which estimates the task's difficulty for the policy as it samples.
     """
     metric = None if config.group_filter is None else config.group_filter.metric
     members, greedy = (
@@ -124,7 +124,7 @@ def why_filtered(group: Group, config: RewardConfig) -> str | None:
 
 
 def for_training(group: Group, config: RewardConfig) -> Group:
-    """Mask and shape what the trainer gets; both look at the rewards as graded."""
+    """Mask and shape what the trainer gets; both use the rewards as graded."""
     graded = group
     if config.shaping is not None:
         group = shaped_group(group, config.shaping)

@@ -54,7 +54,7 @@ def parse_grades(answer: object, num_samples: int, name: str) -> list[Grade]:
         name: id of the request; the answer need not have it, but must not have another one.
 
     Raises:
-        GradingFailed: the answer as a whole does not say what belongs to which sample.
+        GradingFailed: the answer as a whole cannot be matched to the samples.
     """
     if not isinstance(answer, Mapping) or not isinstance(grades := answer.get("grades"), list):
         raise GradingFailed("the answer has no list `grades`")
@@ -139,7 +139,7 @@ RETRIED_STATUSES: Final = {408, 425, 429, 500, 502, 503, 504}
 ASKS_FOR_PAUSE: Final = 429
 REASON_BYTES: Final = 4096
 REASON_LENGTH: Final = 300
-"""Of what a grader says about a refusal, what is kept."""
+"""Characters that are kept of a grader's reason for a refusal."""
 
 
 class Retryable(GradingFailed):
@@ -162,12 +162,12 @@ class Retryable(GradingFailed):
 
 
 def asked_pause(error: Exception) -> float:
-    """Return how long whoever failed asks to be left alone, in seconds."""
+    """Return the failing server's ``Retry-After`` in seconds."""
     return error.after_seconds if isinstance(error, Retryable) else 0.0
 
 
 class Unusable(GradingFailed):
-    """The answer is none that can be read. It is final for those who asked; the URL is asked less often by others."""
+    """The answer cannot be parsed. It is final for this call; other calls use the URL less often."""
 
 
 class GraderCall:
@@ -180,7 +180,7 @@ class GraderCall:
         private: networks that are not public and may be asked.
         resolver: how names are found.
         headers: sent besides.
-        peer: what errors call who is asked.
+        peer: the called server's name in errors.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class GraderCall:
 
 
 def _retry_after(header: str | None, now: float) -> float:
-    """Read ``Retry-After`` in seconds or as a date; 0 if it says nothing."""
+    """Read ``Retry-After`` in seconds or as a date; 0 without it."""
     if not header:
         return 0.0
     try:
@@ -290,7 +290,7 @@ def _retry_after(header: str | None, now: float) -> float:
 
 
 async def _reason(response: httpx.Response) -> str:
-    """What a grader says about its refusal: the usual fields of a JSON object, else the beginning of the text."""
+    """A grader's reason for its refusal: the usual fields of a JSON object, else the beginning of the text."""
     content = b""
     async for piece in response.aiter_bytes():
         content += piece
@@ -308,10 +308,10 @@ async def _reason(response: httpx.Response) -> str:
 
 
 class Reachability:
-    """Keeps what the last call of each URL said of it.
+    """Keeps the result of the last call of each URL.
 
     Args:
-        component: what failures call who is asked, such as ``grader``.
+        component: the called server's name in failures, such as ``grader``.
     """
 
     def __init__(self, component: str) -> None:

@@ -49,7 +49,7 @@ def grading_samples(group: Group) -> list[GradingSample]:
         data_source=task.data_source,
         metadata=dict(task.metadata),
     )
-    # What the task says of each is checked once.
+    # The task's part is checked once.
     values = dict(whole)
     return [
         assembled(GradingSample, values | _of_trajectory(f"{task.group_id}/{index}", trajectory))
@@ -114,7 +114,7 @@ def _bounded(values: Mapping[str, float], kept: Collection[str]) -> dict[str, fl
 
 
 def is_gradable(trajectory: Trajectory) -> bool:
-    """Whether the policy finished it: an aborted one, or one whose episode failed, says nothing about the policy."""
+    """Whether the policy finished it: an aborted one, or one whose episode failed, is not the policy's."""
     return trajectory.finish_reason is not FinishReason.ABORTED and trajectory.status is not GradeStatus.ERROR
 
 

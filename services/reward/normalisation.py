@@ -12,7 +12,7 @@ Rewards = NDArray[np.float64]
 
 
 class StatisticsConfig(NormalisationConfig):
-    """Statistics over more than a group, for who holds a whole batch: the reward service sees one group at a time."""
+    """Statistics over more than a group, for a whole batch: the reward service sees one group at a time."""
 
     mean: Literal["batch", "group", "running"] | None = "group"  # type: ignore[assignment]
     std: Literal["batch", "group", "running"] | None = None  # type: ignore[assignment]
@@ -65,7 +65,7 @@ def group_mean(values: Rewards, index: NDArray[np.intp]) -> tuple[Rewards, Rewar
     least, largest = np.full(sizes.shape, np.inf), np.full(sizes.shape, -np.inf)
     np.minimum.at(least, index, values)
     np.maximum.at(largest, index, values)
-    # Rounding may carry the mean out of these bounds, and a deviation that should be 0 divides what is left.
+    # Rounding may carry the mean out of these bounds, and a deviation that should be 0 divides the remainder.
     mean = np.clip(np.bincount(index, weights=values) / sizes, least, largest)
     return sizes[index], mean[index]
 
@@ -86,7 +86,7 @@ def _mean(values: Rewards, index: NDArray[np.intp], over: str | None, running: R
 def _std(
     values: Rewards, index: NDArray[np.intp], over: str, running: RunningMoments | None
 ) -> tuple[Rewards, Rewards]:
-    """Give each reward the size of the set that its deviation is taken over, and that deviation."""
+    """Return for each reward the size of the set of its deviation, and that deviation."""
     if over == "running":
         assert running is not None
         return np.full_like(values, running.count), np.full_like(values, running.std)

@@ -103,7 +103,7 @@ class Endpoints:
         return any(self._may_be_asked(each) for each in self._breakers.values() if each.url not in avoid)
 
     def seconds_until_usable(self) -> float:
-        """Return how long nobody needs to ask, while all rest; a call that is under way may end its URL's rest."""
+        """Return how long to wait while all rest; a call under way may end its URL's rest."""
         if any(each.under_way for each in self._breakers.values()):
             return POLL_SECONDS
         rest = min(each.rests_until for each in self._breakers.values()) - self._now()
@@ -137,7 +137,7 @@ class Endpoints:
 
     def _failed(self, breaker: _Breaker) -> None:
         if self._now() < breaker.rests_until:
-            # It was under way when the rest began, and says nothing new.
+            # It was under way when the rest began, and adds no information.
             return
         breaker.failures += 1
         if breaker.failures >= self._failures:
@@ -183,7 +183,7 @@ class Callbacks:
     base_url: str
 
     def url(self, experiment: str, name: str, token: str) -> str:
-        """Make the address of one answer; only who was told it may post there."""
+        """Make the address of one answer; its token permits to post there."""
         return f"{self.base_url.rstrip('/')}/v1/gradings/{name}?experiment={experiment}&token={token}"
 
 
@@ -195,8 +195,8 @@ class RemoteVerifier:
         experiment: id of the experiment that asks.
         client: closed by this object; must not follow redirects nor use the environment's proxies.
         secret: signs the requests; None leaves them unsigned.
-        callbacks: for answers that come later, where the spec says ``callback_seconds``.
-        private: networks that are not public and may be asked, where the spec says ``allow_private``.
+        callbacks: for answers that come later, if the spec sets ``callback_seconds``.
+        private: private networks that may be called, if the spec sets ``allow_private``.
         resolver, clock: how names and the time are found.
         backoff_seconds: the first pause between attempts; it doubles, and a random part of it is taken.
     """
@@ -260,7 +260,7 @@ class RemoteVerifier:
         while True:
             key = new_callback_key(self._secret, name)
             expecting = partial(callbacks.mailbox.expect, name, key=key, seconds=seconds)
-            # Whoever asked before, perhaps another process, continues: with the same address, until the same deadline.
+            # An earlier request, perhaps of another process, continues: with the same address, until the same deadline.
             expected = await retry(expecting, waiting_for=DATA_PLANE)
             if expected.answer is not None or expected.seconds_left > 0:
                 break

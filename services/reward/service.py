@@ -56,7 +56,7 @@ class RewardService(SessionFollower[Session]):
         )
 
     def _waiting(self) -> Failure | None:
-        """Return what the session asks in vain, if it does."""
+        """Return the server that does not answer the session, if any."""
         return None if self._session is None else self._session.worker.problem
 
     def _watches(self) -> Sequence[Coroutine[None, None, None]]:

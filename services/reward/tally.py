@@ -76,7 +76,7 @@ def alike_pair(texts: Sequence[str]) -> tuple[int, int] | None:
     """Find two members that are alike, where most members of a group are like another; None where they are not.
 
     Args:
-        texts: of a group's members; the first ``MOST_MEMBERS`` stand for all, since which member comes first says
+        texts: of a group's members; the first ``MOST_MEMBERS`` represent all, since which member comes first says
             nothing of it.
     """
     texts = texts[:MOST_MEMBERS]
@@ -94,7 +94,7 @@ def alike_pair(texts: Sequence[str]) -> tuple[int, int] | None:
 
 
 LABEL_WORDS = ("label",)
-"""What an error says that a label made: the verifiers' own words."""
+"""The verifiers' messages for errors caused by a label."""
 MIDDLE = " [...] "
 
 
@@ -116,7 +116,7 @@ class GradingTally:
     audit_missing: float = 0.0
     last_audit_error: str | None = None
     keeps_outcomes: bool = False
-    """Whether somebody wants to know how each row was answered."""
+    """Whether the results of each row are needed."""
     _outcomes: deque[RowOutcome] = field(default_factory=lambda: deque(maxlen=MOST_OUTCOMES))
     _num_outcomes: int = 0
     _newest: tuple[SampleExcerpt, ...] = ()

@@ -8,7 +8,7 @@ from flotilla.shared.schemas.grading import GradingSample
 
 
 def question_of(sample: GradingSample, config: QuestionConfig) -> str:
-    """Put a sample into the question, in one pass: nothing in it is taken for a place."""
+    """Put a sample into the question, in one pass: placeholders inside it are not replaced."""
     values = {"prompt": sample.prompt, "response": sample.response, "label": sample.label or ""}
     if sample.messages:
         values["prompt"] = "\n\n".join(message.content for message in sample.messages)

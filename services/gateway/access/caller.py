@@ -1,4 +1,4 @@
-"""Who makes the request that is being handled: set by the guard, read where audit records are made."""
+"""The caller of the request being handled: set by the guard, read where audit records are made."""
 
 from contextvars import ContextVar
 
@@ -11,7 +11,7 @@ GATEWAY = "gateway"
 
 
 def actor() -> str:
-    """Name who acts, for an audit record."""
+    """Name the caller, for an audit record."""
     principal = caller.get()
     return GATEWAY if principal is None else principal.actor
 

@@ -24,7 +24,7 @@ OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who besides operators may use a route.
+    """The scopes besides operators that may use a route.
 
     Attributes:
         scopes: that may.
@@ -201,7 +201,7 @@ _COMPILED: Final[list[tuple[str, Pattern[str], Rule, bool]]] = [
 def refusal(method: str, path: str, who: Principal) -> str | None:
     """Return why a token may not make this request; None if it may.
 
-    Whether an experiment is its owner's is not looked at here: see ``experiment_of``.
+    Ownership of an experiment is not checked here: see ``experiment_of``.
     """
     if who.scope is Scope.OPERATOR and who.owner is None:
         return None

@@ -41,7 +41,7 @@ def check_running(record: ExperimentRecord, known: Iterable[ExperimentRecord], q
 
 
 def holder_of(record: ExperimentRecord) -> str | None:
-    """Name who an experiment counts for: its owner, whichever of their tokens made it, else the token."""
+    """Name the account of an experiment: its owner, whichever of their tokens made it, else the token."""
     return record.created_by if record.owner is None else f"owner {record.owner}"
 
 

@@ -118,7 +118,7 @@ class Tokens:
         return Shown(principal, expires_at, self.pass_of(principal.kind, principal.service_id) if is_due else None)
 
     def _read_made(self, token: str) -> Shown | None:
-        # By the digest: how long the look takes tells nothing of a token that hashes to it.
+        # By the digest: the time of the lookup reveals nothing about a token that hashes to it.
         record = self._made.get(digest_of(token))
         if record is None:
             return None

@@ -1,8 +1,8 @@
 """An examination of the whole fleet: orders go out with the desired states, what services find comes back by a call.
 
-Nothing but the services' own calls is needed, so a service that nobody can reach from outside takes part as well. Each
-phase has an end; who has not answered by then is named. Orders are in memory alone: after a restart nobody has one, and
-whoever asked asks again.
+Nothing but the services' own calls is needed, so a service that is unreachable from outside takes part as well. Each
+phase has an end; services without an answer by then are named. Orders are in memory only: a restart loses them, and
+the client asks again.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class Examinations:
         self._room = asyncio.Lock()
 
     def report(self, service_id: str, report: CheckReport) -> None:
-        """Record what a service found; one of another examination or phase counts for nothing."""
+        """Record a service's findings; those of another examination or phase are ignored."""
         order = self._orders.get(service_id)
         if order is None or (order.check_id, order.phase) != (report.check_id, report.phase):
             return
@@ -181,7 +181,7 @@ class Examinations:
             self._give(self._orders)
             while True:
                 answered = self._answered.next
-                # Who leaves meanwhile will not answer.
+                # A service that leaves meanwhile will not answer.
                 waits = any(name not in self._answers and self._registry.find(name) for name in orders)
                 left = end - time.monotonic()
                 if not waits or left <= 0:

@@ -16,7 +16,7 @@ class Inquiries:
 
     Args:
         registry: of the services.
-        returning: of those that were given up.
+        returning: of removed services.
         log_token: makes what a service lets in to read its logs, by its id.
         data: the gateway's data directory.
         clock: tells the time.

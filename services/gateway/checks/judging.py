@@ -1,4 +1,4 @@
-"""What the answers of a fleet mean: each finding says which host, what was tried, and what to do. Pure."""
+"""Judges the answers of a fleet: each finding names the host, the attempt and the remedy. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ class Evidence:
         targets: whom each should reach, by id.
         reached: answers of the second phase, by id.
         dialled: the gateway's own attempts.
-        silences: words for each service that is out of reach, by host: those asked in vain and those given up before.
+        silences: words for each service that is out of reach, by host: those that did not answer and those removed
+            before.
         own: the gateway's facts.
         data: the gateway's data directory.
         data_free_bytes: of its file system.
@@ -161,7 +162,7 @@ def _dialled(evidence: Evidence) -> Iterator[FleetFinding]:
 
 
 def _reaching(evidence: Evidence) -> Iterator[FleetFinding]:
-    """Judge the ways between services; where nobody who tried reaches one, that is one finding."""
+    """Judge the connections between services; a service that no other reaches is one finding."""
     members = evidence.members
     failures = {
         (caller, target): attempts
@@ -200,7 +201,7 @@ def _reaching(evidence: Evidence) -> Iterator[FleetFinding]:
 
 
 def _unanswered(evidence: Evidence) -> Iterator[FleetFinding]:
-    """Name those that looked at their host, and were silent when they should reach others."""
+    """Name those that checked their host, and were silent when they should reach others."""
     for caller in evidence.targets.keys() & evidence.looked.keys() - evidence.reached.keys():
         yield _finding(
             "failed",

@@ -1,7 +1,7 @@
 """Which services try to reach which: pure, and bounded whatever the size of the fleet.
 
-A host is an address on a machine: a service that registers with another's address stands for nobody there.
-On each host one service of each kind stands for all of that kind. Of a kind that few hosts have, every host tries all;
+A host is an address on a machine: a service that registers with another's address is not on it.
+On each host one service of each kind represents all of that kind. Of a kind that few hosts have, every host tries all;
 of others each tries a few, chosen so that each is tried by as many. What is tried grows with hosts, not with pairs.
 """
 
@@ -49,7 +49,7 @@ _Place = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Who tries to reach whom.
+    """Which service tries to reach which.
 
     Attributes:
         targets: ids of the services that one should reach, by its own.
@@ -101,7 +101,7 @@ def choose_pairs(members: Sequence[Member], *, seed: str = "", most: int = MOST_
 
 
 def is_elsewhere(target: Member, machine: str) -> bool:
-    """Whether its address would lead whoever is on a machine to that machine itself, and not to the service."""
+    """Whether its address would lead callers on a machine to that machine itself, and not to the service."""
     return target.machine != machine and is_of_each_machine(target.host)
 
 
@@ -121,7 +121,7 @@ def _shuffled(hosts: Iterable[_Place], order: random.Random) -> list[_Place]:
 
 
 def _neighbours(ring: Sequence[_Place], host: _Place, most: int) -> list[_Place]:
-    """Choose hosts of a ring: those behind a host's own place, so that nobody is tried by more than others.
+    """Choose hosts of a ring: those behind a host's own place, so that all are tried equally often.
 
     One that is not in the ring has a place by its name.
     """

@@ -182,7 +182,7 @@ MOST_SESSIONS = 64
 
 
 class Outcomes:
-    """What each session of a reward service has told of newest outcomes that nobody has taken."""
+    """The newest outcomes that each session of a reward service has reported and that are not consumed yet."""
 
     def __init__(self) -> None:
         self._by_session: dict[str, dict[int, RowOutcome]] = {}

@@ -2,7 +2,7 @@
 
 Rows have them as verl, ROLL, EasyR1 and TRL write them (marks in the prompt, and a column), or as OpenAI's parts of
 messages (``image_url`` with a ``data:`` URI). Nothing is fetched: a row that names a URL elsewhere is refused, since
-whoever wrote the rows would choose what this machine asks for. A path leads to no file outside the data set's folder.
+the author of the rows would choose what this machine requests. A path leads to no file outside the data set's folder.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """The child process that counts prompts' tokens. It needs transformers' tokenizers and keeps torch out.
 
-It loads ``{model, input_template, options}``, and says whether the tokenizer has a chat template. It answers
+It loads ``{model, input_template, options}``, and reports whether the tokenizer has a chat template. It answers
 ``{prompts: [[[role, content], ...], ...]}`` by ``{lengths: [...]}``, where ``show`` is true also with ``texts``; or
 ``{conversations: [[[role, content], ...], ...], starts: [...]}`` by ``{rendered: [[token ids, loss mask], ...]}``, of
 which the assistant's turns from the start on are learned; or by ``{error, index}``.

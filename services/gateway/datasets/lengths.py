@@ -1,6 +1,6 @@
 """Counts the tokens of many prompts in child processes, so that the gateway itself loads no tokenizer.
 
-Called on a thread. Whoever sets ``stop`` ends it within one batch.
+Called on a thread. Setting ``stop`` ends it within one batch.
 """
 
 import logging
@@ -27,7 +27,7 @@ BATCH: Final = 256
 IMAGE_BATCH: Final = 4
 """Prompts with images that are sent together: they are megabytes."""
 QUIET_SECONDS: Final = 2.0
-"""What takes longer says how far it is, this often."""
+"""Interval of progress reports."""
 ANSWER_SECONDS: Final = 300.0
 """Longest time for a batch of prompts, or for loading the tokenizer; a child that takes longer is killed."""
 

@@ -24,7 +24,7 @@ class Filtered:
     """A dataset without the rows that were too long.
 
     Attributes:
-        dataset: what is left: at least one row of each part.
+        dataset: the remaining rows: at least one of each part.
         num_rows: there were before.
         num_dropped: of these, left out.
     """
@@ -78,7 +78,7 @@ def kept_rows(dataset: Dataset, lengths: Sequence[int], limit: int, what: str) -
     """Keep the rows of at most ``limit`` tokens.
 
     Raises:
-        DataError: a part would be empty; the detail says how many rows it has, and its shortest prompt.
+        DataError: a part would be empty; the detail has its number of rows and its shortest prompt.
     """
     parts = dataset.parts or (Part(0, len(dataset.rows)),)
     keep = [[row for row in range(p.start, p.start + p.num_rows) if lengths[row] <= limit] for p in parts]

@@ -32,7 +32,7 @@ FINAL_STATUS: Final = 200
 
 
 class Connection(asyncio.Protocol):
-    """One connection. What goes wrong with it is a ``ConnectionError`` of whoever waits."""
+    """One connection. Its failures are a ``ConnectionError`` of the waiter."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

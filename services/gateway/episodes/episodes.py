@@ -72,7 +72,7 @@ class EpisodeName:
 SLICE_SECONDS: Final = 2.0
 """How long one rollout is waited for before the next is asked."""
 KNOWN_SECONDS: Final = 1.0, 2.0
-"""The least and the most that a rollout may take to say what it has begun by a key."""
+"""The least and the most time for a rollout to report what it has begun by a key."""
 PAUSE_SECONDS: Final = 0.2
 """Between two rounds, where no rollout is at work that would wait."""
 RECALL_SECONDS: Final = 600.0
@@ -102,7 +102,7 @@ class HandedOutEpisodes:
 
     @contextmanager
     def beginning(self, whose: str) -> Iterator[None]:
-        """Count one that somebody waits for."""
+        """Count a waiting call."""
         self._beginning[whose] += 1
         try:
             yield
@@ -134,7 +134,7 @@ class _Call:
         name: made of its key of idempotency; None without one.
         may_be_repeated: whether a call of this name may have begun an episode before.
         silent: rollouts that did not answer it in time, by id: it does not wait for them again.
-        holder: who plays what it begins.
+        holder: the player of what it begins.
     """
 
     whose: str
@@ -158,7 +158,7 @@ class Episodes:
 
     Args:
         tokens: signs the keys.
-        measurements: told when an agent asks.
+        measurements: notified when an agent asks.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Episodes:
 
         Raises:
             NotFound: there is no such experiment.
-            Forbidden: who asks has the key of one episode.
+            Forbidden: the caller has the key of one episode.
             InvalidRequest: its episodes are not driven by agents.
             ActionNotAllowed: it has ended; agents need not ask again.
             NoTask: there is none now.
@@ -291,7 +291,7 @@ class Episodes:
         wanted = BeginEpisode(key=call.name, only_known=True, holder=call.holder)
         services = [each for each in self.rollouts.at_work(experiment.id) if each.id == holder]
         if not services or self._is_early():
-            # What an earlier gateway was told another may know, whoever was asked last.
+            # An earlier gateway's answer may be known to a rollout other than the last one asked.
             services += [each for each in self._heard(experiment, call) if each.id != holder]
         asking = [asyncio.ensure_future(self._asked(each, experiment, wanted, call, seconds)) for each in services]
         try:
@@ -330,7 +330,7 @@ class Episodes:
         try:
             opened = await self.rollouts.call(service, path, wanted.model_dump(), wanted.wait_seconds, seconds)
         except asyncio.CancelledError:
-            # Whoever hangs up may repeat the call, and the rollout may not have seen that nobody waits.
+            # A client that hangs up may repeat the call, and the rollout may not have noticed it.
             if not wanted.only_known:
                 self._note_holder(experiment, call, service)
             raise
@@ -369,7 +369,7 @@ class Episodes:
         return HandedOutEpisode(**dict(opened), key=key, base_url=f"{base_url}/v1", model=experiment.record.name)
 
     def allowed(self, episode_id: str, who: Principal) -> EpisodeName:
-        """Read an episode's id for somebody.
+        """Parse an episode's id for a caller.
 
         Raises:
             NotFound: it is none.
@@ -404,8 +404,8 @@ class Episodes:
 
         Raises:
             NotFound: there is no such experiment.
-            Forbidden: who asks has the key of one episode.
-            FlotillaError: a rollout does not say; the others were told.
+            Forbidden: the caller has the key of one episode.
+            FlotillaError: a rollout does not answer; the others were informed.
         """
         if who.subject is not None:
             raise Forbidden("this is the key of one episode: who gives back has the token that began it")
@@ -446,7 +446,7 @@ class Episodes:
                 )
 
     def counts(self, experiment_id: str) -> dict[str, int]:
-        """Sum what an experiment's rollouts say of their episodes, each since its own start.
+        """Sum the rollouts' counts of an experiment's episodes, each since its own start.
 
         Raises:
             NotFound: there is no such experiment.

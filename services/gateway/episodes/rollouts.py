@@ -20,7 +20,7 @@ MAX_CONNECTIONS: Final = 4096
 
 
 class EpisodeGone(FlotillaError):
-    """The rollout that held the episode is gone, and the episode with it."""
+    """The rollout that held the episode has ended, and the episode with it."""
 
     code, title, status = "episode_gone", "The episode is gone", 410
 

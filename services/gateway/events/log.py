@@ -1,4 +1,4 @@
-"""Events of the experiments: stored first, then sent to whoever follows."""
+"""Events of the experiments: stored first, then sent to followers."""
 
 import asyncio
 import logging
@@ -24,8 +24,8 @@ class EventLog:
 
     Args:
         store: where they are kept.
-        clock: tells the time.
-        hooks: web hooks that are told of them.
+        clock: the time.
+        hooks: web hooks that receive them.
         networks: that are not public and that hooks may be in.
     """
 

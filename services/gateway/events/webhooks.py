@@ -1,4 +1,4 @@
-"""Tells events to the operator's web hooks. Nobody waits for a receiver: each has a queue and a task of its own.
+"""Sends events to the operator's web hooks. No caller waits for a receiver: each has a queue and a task.
 
 A delivery is a POST of JSON, signed as Standard Webhooks has it: ``webhook-signature`` is ``v1,`` and the base64 of the
 HMAC-SHA256 of ``ID.TIMESTAMP.BODY``. It is tried again a bounded number of times; only 2xx counts, and no redirection
@@ -50,7 +50,7 @@ REPEATED: Final = frozenset({408, 425, 429})
 
 
 def signature(key: bytes, message_id: str, timestamp: int, body: bytes) -> str:
-    """Sign a delivery, as ``webhook-signature`` says it."""
+    """Sign a delivery, for ``webhook-signature``."""
     signed = b".".join((message_id.encode(), str(timestamp).encode(), body))
     return f"v1,{base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()}"
 
@@ -74,7 +74,7 @@ class Receiver:
         self._last_at: str | None = None
 
     def wants(self, kind: str) -> bool:
-        """Whether the hook is told events of a kind."""
+        """Whether the hook receives events of a kind."""
         return self._hook.wants(kind)
 
     def put(self, delivery: DeliveryRecord) -> None:
@@ -197,7 +197,7 @@ class Webhooks:
         hooks: the operator's.
         networks: that are not public and that they may be in.
         store: keeps what waits.
-        clock: tells the time.
+        clock: the time.
     """
 
     def __init__(

@@ -221,7 +221,7 @@ class ExperimentCommands:
         """
         maker, whose = stored.state.experiment_id, owner()
         if whose is not None and self._repository.knows(maker) and owner_of(self._repository, maker) != whose:
-            # Whoever wrote the file may have written any name.
+            # The file may contain any name.
             stored = replace(stored, state=stored.state.model_copy(update={"experiment_id": origins.UNKNOWN}))
         made_by = self._repository.find(stored.state.experiment_id)
         earlier = None if made_by is None else made_by.record.origin
@@ -391,7 +391,7 @@ class ExperimentCommands:
         return experiment
 
     async def _delete(self, experiment: Experiment) -> None:
-        """Delete the data plane's part first: what is lost in between is deleted when somebody asks again."""
+        """Delete the data plane's part first: a deletion that is interrupted continues when it is requested again."""
         check_not_subscribed(experiment.id, self._repository)
         with self.at_rest(experiment, all_goes=True):
             await experiment.train.remove()

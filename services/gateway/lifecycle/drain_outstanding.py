@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
 IDLE_SECONDS = 0.2
-"""Claims are taken over after this: whoever held them was asked to stop, or is dead."""
+"""Claims are taken over after this: their holders were asked to stop, or are dead."""
 NO_CHECKPOINT = "no_checkpoint"
 BATCH = 64
 ROUNDS = 100

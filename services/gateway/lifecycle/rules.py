@@ -158,7 +158,7 @@ class Rules:
                 return False
             memory, met = remembered(rule.name, fired, experiment.steering.changes), watch.met
             if met is None or memory.num_fired > watch.num_fired:
-                # While this waited for its turn a checkpoint has told that it had acted.
+                # While this waited for its turn a checkpoint has shown that it had acted.
                 return False
             did, changes = self._stage_effect(change, rule)
             done = RuleFired(

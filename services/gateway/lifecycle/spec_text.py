@@ -1,4 +1,4 @@
-"""Reading a document that somebody sent: in a process that can be ended, unless it is too small to be worth one.
+"""Parses a client's document: in a process that can be killed, unless it is too small for that.
 
 YAML is read at some 100 KB a second, on the event loop if here, and a document may be made to take long. As a program
 it answers what a text in YAML means, or why it means nothing.

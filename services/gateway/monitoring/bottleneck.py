@@ -56,7 +56,7 @@ class Look:
         is_publishing: whether a publication was open.
         is_evaluating: whether rollouts were held at a version that is evaluated.
         oldest_seconds: how long ago the oldest entry of a hop came there; without hops that are empty.
-        agents: who drove the episodes from outside, if anybody.
+        agents: external agents that drove the episodes, if any.
     """
 
     ledger: Ledger | None
@@ -264,7 +264,7 @@ def _without_steps(looks: Sequence[Look], groups_per_step: int) -> tuple[str, st
 
 
 def _holder(look: Look, groups_per_step: int) -> str:
-    """Name who had what the next step needs."""
+    """Name the part that held what the next step needs."""
     if look.ledger is None:
         return "none"
     tasks, generated, scored = (_at(look.ledger, hop) for hop in (HopName.TASKS, HopName.GENERATED, HopName.SCORED))

@@ -24,7 +24,7 @@ class Observation:
     """One service, as far as a diagnosis needs it.
 
     Attributes:
-        cause: why it cannot work for now, as it says itself.
+        cause: why it cannot work for now, as it reports.
     """
 
     service_id: str
@@ -36,7 +36,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything that a diagnosis looks at.
+    """All inputs of a diagnosis.
 
     Attributes:
         ledger: the train lane; None while the data plane does not answer.
@@ -46,7 +46,7 @@ class Situation:
         trains: whether the experiment needs a trainer.
         samples_answers: whether the experiment needs rewards, and rollouts unless answers are written.
         needs_rollouts: whether it needs rollouts.
-        agents: who drives its episodes from outside, if anybody.
+        agents: external agents that drive its episodes, if any.
         oldest_generated_seconds: how long the oldest group has waited for its rewards.
     """
 

@@ -24,7 +24,7 @@ class Prompts:
     """The first prompts of the training rows and the held-out ones.
 
     Attributes:
-        num_prompts: looked at.
+        num_prompts: examined.
         shortest, longest: in tokens.
         limit: tokens that a prompt may have.
         num_too_long: of those looked at; what becomes of them is ``data.overlong``.

@@ -183,7 +183,7 @@ class MemberGone:
 
 @dataclass(frozen=True, slots=True)
 class SenderGone:
-    """The sending trainer is gone."""
+    """The sending trainer has left."""
 
     reason: str
 

@@ -9,7 +9,7 @@ among them that fetches it.
     under way   it is in the group, or was given a source, and has not received the version
     received    it passes the version on, unless it has mapped it
 
-A member whose source breaks off continues with the sender by itself. Where nobody is left that could pass it on, the
+A member whose source breaks off continues with the sender by itself. Where no member is left that could pass it on, the
 sender does.
 """
 

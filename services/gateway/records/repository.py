@@ -377,12 +377,12 @@ class ExperimentRepository:
 
 
 def check_not_subscribed(experiment_id: str, others: Iterable[Experiment]) -> None:
-    """Check that nobody at work trains the groups of an experiment that is about to be deleted.
+    """Check that no active experiment trains the groups of one that is about to be deleted.
 
     An owner is told of no other owner's.
 
     Raises:
-        ActionNotAllowed: somebody does.
+        ActionNotAllowed: one does.
     """
     for other in others:
         if other.is_at_work and other.spec.data.subscribes_to == experiment_id:

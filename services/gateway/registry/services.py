@@ -225,7 +225,8 @@ class Registry:
     ) -> dict[str, DeviceReport | None]:
         """Return what the services of a kind have on the experiment's shared devices, by service id.
 
-        Those that were released and have not yet let go are among them; the claims of other services are ignored.
+        Those that were released and have not yet closed their session are among them; the claims of other services are
+        ignored.
 
         Args:
             experiment_id: whose devices.
@@ -318,7 +319,7 @@ class Registry:
         )
 
     def settle(self, service: LiveService) -> None:
-        """End the lease's extension for a wait that is over; that it was answered says nothing of who was answered."""
+        """End the lease's extension for a wait that is over; that it was answered does not prove who received it."""
         service.lease_ends = self._clock.monotonic() + self._silence(service)
 
     def _silence(self, service: LiveService) -> float:

@@ -1,4 +1,4 @@
-"""What goes by age and size, and what stays because somebody refers to it. Pure."""
+"""What expires by age and size, and what stays because it is referred to. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """That a part goes, or stays although its time is over."""
+    """A part that is deleted, or stays although its time is over."""
 
     left: Left
     part: Part
@@ -52,7 +52,7 @@ class Plan:
 
 
 def why_needed(experiment_id: str, part: Part, references: Iterable[Reference], gone: Iterable[str] = ()) -> str | None:
-    """Name who needs a part of an experiment; None: nobody does.
+    """Name the user of a part of an experiment; None: there is none.
 
     Args:
         experiment_id: whose part it is.
@@ -70,7 +70,7 @@ def plan(left: Sequence[Left], references: Sequence[Reference], retention: Reten
     """Decide what goes.
 
     Args:
-        left: by finished experiments; others are not looked at.
+        left: by finished experiments; others are not considered.
         references: between all experiments.
         retention: how long what is kept.
         now: seconds since the epoch.

@@ -1,4 +1,4 @@
-"""Deletes what finished experiments left once its time is over, or says what would go.
+"""Deletes expired data of finished experiments, or lists what would be deleted.
 
 Each part is examined again before it goes: an experiment may have been resumed, or another begun from it. While a
 part goes its experiment cannot start. Files go before the record, so what a crash leaves is found at the next look.
@@ -108,7 +108,7 @@ class Retainer:
         self._is_busy = False
 
     async def prune(self, retention: Retention, *, dry_run: bool) -> Pruning:
-        """Delete what may not be kept any longer, or only say what that is.
+        """Delete expired data, or only list it.
 
         Raises:
             Conflict: that is being done already.
@@ -203,7 +203,7 @@ class Retainer:
             else:
                 await self._tell(experiment_id, decision)
         except NotFound:
-            return None  # somebody deleted it meanwhile
+            return None  # it was deleted meanwhile
         except (FlotillaError, OSError) as error:
             log.warning("a part could not be deleted", extra={"experiment_id": experiment_id, "error": repr(error)})
             return f"it could not be deleted: {error.detail if isinstance(error, FlotillaError) else error}"

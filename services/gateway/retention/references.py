@@ -1,4 +1,4 @@
-"""Who still needs what an experiment left: forks that began from it, and specs that name it or its files."""
+"""What still refers to an experiment's data: forks that began from it, and specs that name it or its files."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set

@@ -1,4 +1,4 @@
-"""Experiments: create from a spec, act on them, look at them."""
+"""Experiments: create from a spec, act on them, read them."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -1,4 +1,4 @@
-"""What whoever follows a run asks every second or two, without the web framework.
+"""The frequent requests of clients that follow a run, answered without the web framework.
 
 The framework's routing, dependencies and responses take several times as long as these answers do. Ordinary calls are
 answered here, behind the same guard as every other, by the same functions as of the routes; one that is not (another
@@ -143,7 +143,7 @@ class FollowerCalls:
 
 
 def answering_callers(app: ASGIApp) -> ASGIApp:
-    """Answer what services, and those who follow a run, ask most; an app gets the rest."""
+    """Answer the most frequent requests of services and of followers of a run; the app gets the rest."""
     return answering_services(FollowerCalls(app))
 
 

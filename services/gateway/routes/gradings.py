@@ -1,6 +1,6 @@
 """Answers of graders that come later than they were asked.
 
-Whoever posts one shows the token of its address, which only the grader was told, and signs it where the component has a
+A grader posts it with the token of its address, which only it knows, and signs it where the component has a
 secret. What it says is read where it is graded by.
 """
 
@@ -47,9 +47,9 @@ async def answer(
     expected = None if found is None else await found.train.mailbox.find(grading_id)
     url_token, _, key = (":" if expected is None else expected.key).partition(":")
     if found is None or expected is None or not url_token or not is_same_secret(token, url_token):
-        # What is not expected is not told from what is not allowed.
+        # An unexpected answer is not distinguished from an unauthorised one.
         raise Unauthorized("post to the callback_url of the request, unchanged; it is kept for an hour after its end")
-    # Only now: whoever does not know an address makes the gateway hold nothing.
+    # Only now: a caller without a valid address makes the gateway hold nothing.
     body = await request.body()
     if key:
         _check_signature(request, key, body, gateway.clock.now())

@@ -97,7 +97,7 @@ async def metrics(
     strange = [name for name in wanted if name not in found and not is_known(name)]
     if strange:
         check_names(strange, await gateway.store.metric_names(experiment_id))
-    # As the model is written, of rows as they are: whoever follows a run asks for hundreds every second or two.
+    # As the model is written, of rows as they are: a follower of a run asks for hundreds every second or two.
     page = {"items": [point._asdict() for _, point in rows], "next": str(rows[-1][0]) if rows else None}
     return Response(to_json(page), media_type="application/json")
 

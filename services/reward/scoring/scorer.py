@@ -186,7 +186,7 @@ def marks_of(tokenizer: Any, *, specials_only: bool = False) -> list[str]:
 
 
 def without_marks(text: str, marks: Sequence[str]) -> str:
-    """Break the marks in a text, so that who wrote it cannot end a turn and write the next one."""
+    """Break the chat markers in a text, so that its author cannot end a turn and write the next one."""
     for mark in marks:
         while mark in text:  # twice where it overlaps itself
             text = text.replace(mark, f"{mark[0]}{BREAK}{mark[1:]}")

@@ -1,1 +1,1 @@
-"""Teachers behind URLs: inference servers that say how likely they find the tokens that the policy sampled."""
+"""Teachers behind URLs: inference servers that return log-probabilities of the tokens that the policy sampled."""

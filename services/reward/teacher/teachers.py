@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_SECONDS = 10.0
 BROKEN_STATUS, MOST_BROKEN = 500, 4
-"""A server that breaks over a sample says so with this status; after so many times it is the sample's fault."""
+"""A server that fails on a sample answers with this status; after so many times it is the sample's fault."""
 DETOKENIZE = "/detokenize"
 
 Answer = TypeVar("Answer")
@@ -111,7 +111,7 @@ def log_probs_of(config: TeacherServerConfig, answer: object, token_ids: Sequenc
 
 
 _Pairs = list[tuple[object, object]]
-"""Of each token its id, None where the server does not tell it, and its log-probability."""
+"""The id of each token, None if the server omits it, and its log-probability."""
 
 
 def _of_sglang(answer: Any, token_ids: Sequence[int], start: int) -> _Pairs:
@@ -141,7 +141,7 @@ _READERS = {"sglang": _of_sglang, "vllm": _of_vllm, "openai": _of_openai}
 
 
 def text_of(answer: object) -> str | None:
-    """Read what ``/detokenize`` answers: SGLang calls it text, vLLM prompt; None if it says neither."""
+    """Read what ``/detokenize`` answers: SGLang calls it text, vLLM prompt; None if it has neither."""
     if not isinstance(answer, Mapping):
         return None
     found = answer.get("text", answer.get("prompt"))
@@ -169,7 +169,7 @@ class Teachers:
         servers: their sections.
         client: closed by this object; must not follow redirects nor use the environment's proxies.
         keys: API keys by index of the server; one that is missing sends none.
-        private: networks that are not public and may be asked, where a section says ``allow_private``.
+        private: private networks that may be called, if a section sets ``allow_private``.
         pause_seconds: the first pause between attempts.
     """
 
@@ -197,7 +197,7 @@ class Teachers:
 
     @property
     def refusal(self) -> str | None:
-        """Why a teacher can never teach this policy; None if nothing is known that says so."""
+        """Why a teacher can never teach this policy; None if no reason is known."""
         return next((each.refusal for each in self._servers if each.refusal is not None), None)
 
     async def judged(self, group: Group) -> Group:
@@ -346,7 +346,9 @@ class _Server:
         except Retryable:
             raise
         except GradingFailed as error:
-            log.info("a teacher does not say what it reads", extra={"url": self._config.url, "error": error.detail})
+            log.info(
+                "a teacher does not report how it tokenises", extra={"url": self._config.url, "error": error.detail}
+            )
             theirs = None
         self._is_compared = True
         if theirs is not None and not reads_alike(theirs, trajectory.text):

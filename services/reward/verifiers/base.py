@@ -26,7 +26,7 @@ class Verifier(Protocol):
 
 
 class SampleVerifier(ABC):
-    """A verifier that looks at one sample after the other, computes little and holds nothing."""
+    """A verifier that grades one sample after the other, cheaply and without state."""
 
     @abstractmethod
     def grade(self, sample: GradingSample) -> Grade:
@@ -42,7 +42,7 @@ class SampleVerifier(ABC):
 
 @runtime_checkable
 class AsksServer(Protocol):
-    """A verifier that asks a server, and says so while it does not answer."""
+    """A verifier that calls a server, and reports it while it does not answer."""
 
     @property
     def problem(self) -> Failure | None:
@@ -85,7 +85,7 @@ class GraderFigures:
         self._seconds = self._slowest = 0.0
 
     async def of_call(self, grading: Awaitable[Sequence[Grade]]) -> Sequence[Grade]:
-        """Await the grades of a call and count them; one that is given up counts for nothing."""
+        """Await the grades of a call and count them; a cancelled one is not counted."""
         began = self._now()
         grades = await grading
         seconds = self._now() - began

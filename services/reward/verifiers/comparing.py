@@ -30,7 +30,7 @@ class ComparingVerifier:
             str}``.
         opening: what the child loads.
         needs_label: whether a sample without a label is an error.
-        options: what the child is told with each sample, besides its texts.
+        options: sent to the child with each sample, besides its texts.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ComparingVerifier:
             self._idle.put_nowait(process)
 
     async def score(self, samples: Sequence[GradingSample]) -> list[Grade]:
-        """Grade each sample: right if the comparison says so, error if that could not be told in time."""
+        """Grade each sample: right by the comparison, an error if it was not decided in time."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._grade(sample)) for sample in samples]
         return [task.result() for task in tasks]

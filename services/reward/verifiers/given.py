@@ -31,7 +31,7 @@ class EnvironmentVerifier(SampleVerifier):
 
 
 class ConstantVerifier(SampleVerifier):
-    """Looks at nothing."""
+    """Ignores the samples."""
 
     def __init__(self, config: ConstantConfig) -> None:
         self._config = config

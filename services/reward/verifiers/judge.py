@@ -1,7 +1,7 @@
 """A language model as judge, asked through an OpenAI-compatible endpoint.
 
 A vote that cannot be had or read is no vote; without more than half of them the sample is an error, never a zero. What
-the samples say is the policy's, so it is put into the question in one pass: nothing in it is taken for a place.
+the samples say is the policy's, so it is put into the question in one pass: placeholders inside it are not replaced.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from flotilla.shared.schemas.service import JUDGE, Failure
 
 @dataclass(frozen=True, slots=True)
 class _Vote:
-    """One reply of the judge; ``reward`` None, with a reason, if it says none."""
+    """One reply of the judge; ``reward`` None, with a reason, if it has none."""
 
     reward: float | None
     reason: str = ""
@@ -44,7 +44,7 @@ class JudgeVerifier:
         config: the component's section.
         client: closed by this object; must not follow redirects nor use the environment's proxies.
         api_key: sent as bearer token; None sends none.
-        private: networks that are not public and may be asked, where the spec says ``allow_private``.
+        private: private networks that may be called, if the spec sets ``allow_private``.
         backoff_seconds: the first pause between attempts.
     """
 

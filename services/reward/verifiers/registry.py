@@ -45,10 +45,10 @@ class Surroundings:
     """What verifiers need and a spec does not hold.
 
     Attributes:
-        experiment: id of the experiment, told to remote graders.
+        experiment: id of the experiment, sent to remote graders.
         sandbox_url: base URL of a sandbox service; None if the fleet has none.
         sandbox_token: its bearer token.
-        grader_networks: networks that are not public and may be asked, where a spec says ``allow_private``.
+        grader_networks: private networks that may be called, if a spec sets ``allow_private``.
         secrets: environment variables by name, for ``secret_env``.
         mailbox: where rewards and answers come that are late; None where nothing is graded.
         gateway_url: where graders call back.

@@ -1,7 +1,7 @@
 """A reward model, or a judge, in a process of its own, which has torch and knows no secret of the service.
 
 Samples of all groups that wait go to it in batches. A process that dies, or takes too long, is started again, and gets
-its batch again: until then samples wait. Only a batch on which it died several times is given up, as errors, never as
+its batch again: until then samples wait. Only a batch on which it died several times is abandoned, as errors, never as
 zeros.
 """
 
@@ -113,7 +113,7 @@ class RewardModelVerifier:
         """End the process, for good; what waits is an error."""
         self._is_closed = True
         await self._end()
-        async with self._starting:  # whoever was starting it has heard of that
+        async with self._starting:  # its starter has seen that
             await self._end()
 
     async def _end(self) -> None:
@@ -151,7 +151,7 @@ class RewardModelVerifier:
         batch: list[_Waiting] = []
         while self._waiting and len(batch) < self._config.batch_samples:
             each = self._waiting.popleft()
-            if not each.grade.done():  # whoever asked may have gone
+            if not each.grade.done():  # the caller may have gone
                 batch.append(each)
         return batch
 

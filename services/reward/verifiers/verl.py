@@ -37,7 +37,7 @@ class Score:
     Attributes:
         reward: as verl gives it.
         is_correct: whether the answer is right.
-        answer: what was taken for the answer; None if nothing was.
+        answer: the extracted answer; None if none was found.
     """
 
     reward: float

@@ -1,4 +1,4 @@
-"""What training-health checks look at: the last steps' figures, and what was graded and sampled lately."""
+"""The inputs of training-health checks: the last steps' figures, and what was graded and sampled lately."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class Facts:
     Attributes:
         thresholds: the spec's section.
         groups_per_step: R.
-        names_answers: whether every grader says what it took for the answer.
+        names_answers: whether every grader reports the extracted answer.
         max_new_tokens: of a completion.
         updates_per_version: optimiser updates of a version: after the first, weights are not those that sampled.
         learning_rate: peak.
@@ -167,7 +167,7 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything that a check looks at; a pure value.
+    """All inputs of a check; a pure value.
 
     Attributes:
         graded: of the newest groups, at least ``min_groups`` and ``steps`` steps' worth once there are so many.

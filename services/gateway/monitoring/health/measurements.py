@@ -72,7 +72,7 @@ class Window:
         return now - max(self._begin(now), self._looks[0][0]) if self._looks else 0.0
 
     def clear(self) -> None:
-        """Forget everything: what was seen says nothing of what comes."""
+        """Forget everything: earlier values do not apply any more."""
         self._looks.clear()
         self._steps.clear()
 
@@ -153,7 +153,7 @@ class Measurements:
     Attributes:
         window: the looks and steps of the last minute.
         lags: of the tokens that it has trained.
-        health: what the training-health checks look at.
+        health: inputs of the training-health checks.
         asked: when an agent from outside last asked for an episode.
         rule_points: of the series that rules watch.
         latest: values of the last step that was reported, of ``SHOWN_VALUES``.

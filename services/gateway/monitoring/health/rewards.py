@@ -1,6 +1,6 @@
-"""Checks of what graders said: a reward that tells nothing apart teaches nothing.
+"""Checks of grades: a reward that never differs gives no learning signal.
 
-So is the hidden second grade: does the reward say what another grader says?
+So is the hidden second grade: does the reward agree with another grader?
 """
 
 import math

@@ -20,7 +20,7 @@ BAND = 6.0
 LEAST_GAP = 1e-3
 """Nats per token: what rounding in bfloat16 makes, and no reason to look."""
 MOVED_STEPS = 16
-"""How long a policy that fell apart in one step is told of."""
+"""How long a policy that collapsed in one step is reported."""
 
 
 def not_finite(evidence: Evidence) -> Seen | None:

@@ -101,7 +101,7 @@ class StandIn:
 UNANSWERED = {"__index__", "__length_hint__", "__array__", "__array_interface__", "__array_struct__"} | {
     name for kind in (str, set, int, float) for name in dir(kind) if name.startswith(("is", "startswith", "endswith"))
 }
-"""What is not asked of an object where plain data was to come: it would tell of itself that it is as the label says."""
+"""Methods that are not called on an object where plain data was expected: it could claim to equal the label."""
 BETWEEN = ("add", "and_", "floordiv", "matmul", "mod", "mul", "or_", "pow", "sub", "truediv", "xor")
 """Operators between two objects of the answer's. With plain data on a side the answer would learn what is expected."""
 OPERATORS = ("delitem", "getitem", "invert", "neg", "pos", "setitem")

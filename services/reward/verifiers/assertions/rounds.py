@@ -1,6 +1,6 @@
 """Asking the answer and its judge by turns, each in a run of its own of the sandbox, until there is a verdict.
 
-The judge says what it has to know of the answer's program, the program replies, and the judge runs again with the
+The judge lists what it has to know of the answer's program, the program replies, and the judge runs again with the
 replies. Most labels take one run of the program and one of the judge: what a label asks first does not depend on the
 answer, and is kept for the next answers to it.
 """
@@ -23,7 +23,7 @@ Run = Callable[[str, str], Awaitable[str | None]]
 
 @cache
 def program_text(role: str) -> str:
-    """Make the program of the ``answer`` or the ``judge``: one text, for the sandbox has no module of ours."""
+    """Make the program of the ``answer`` or the ``judge``: one text, for the sandbox has no Flotilla modules."""
     folder = Path(__file__).parent
     texts = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in ("plain_data", role)]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]

@@ -13,7 +13,7 @@ from flotilla.shared.config.load.spec_text import parse_document, validate_spec
 from flotilla.shared.config.load.yaml_text import read_value, write_value
 from flotilla.shared.config.spec import ExperimentSpec
 from flotilla.shared.errors import InvalidSpec
-from tests.unit.config.test_round_trip import sections_below
+from tests.unit.config.test_yaml_text import sections_below
 
 DOCUMENT: dict[str, Any] = {
     "name": "trial",

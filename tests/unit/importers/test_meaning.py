@@ -351,7 +351,7 @@ def test_what_must_be_known_and_is_not_is_asked_for(system: str, values: dict[st
 
 
 def test_a_parameter_that_nothing_reads_is_reported_as_without_effect() -> None:
-    found = imported("verl", **{"algorithm.kl_ctrl.kl_coef": 0.5})
+    found = imported("verl", **{"algorithm.use_kl_in_reward": False, "algorithm.kl_ctrl.kl_coef": 0.5})
 
     entry = next(entry for entry in found.report.entries if entry.name == "algorithm.kl_ctrl.kl_coef")
     assert entry.verdict is Verdict.IGNORED

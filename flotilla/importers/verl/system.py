@@ -156,7 +156,7 @@ def _from_script(
     if found is None:  # a fragment without a command: its variables are all that there is
         known = {*trainer.LAUNCH_VARIABLES, *(row.name for row in trainer.LAUNCH_ROWS)}
         flat = {name: value for name, value in script.variables.items() if name in known}
-        if launch.is_started(text) or not flat:
+        if script.ends or launch.is_started(text) or not flat:
             raise problem(script.ends or source, "exit" if script.ends else "nothing", NOT_REACHED)
         return _resolved(flat, [], dotted, {}, environment, where="script")
     flat, refusals = launch.config_values(found, beside, OWN)

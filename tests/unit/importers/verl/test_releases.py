@@ -118,6 +118,7 @@ def test_the_older_name_of_the_recipe_dapo_draws_and_filters() -> None:
     [
         'MODEL_PATH=m\nif [ "$SURE" != YES ]; then exit 1; fi\npython3 -m verl.trainer.main_ppo a.b=1',
         "echo nothing here",
+        'MODEL_PATH=m\n[ -n "$SURE" ] || exit 1\nbash other.sh',
     ],
 )
 def test_a_script_that_does_not_reach_its_trainer_becomes_no_spec_of_defaults(text: str) -> None:

@@ -1,11 +1,12 @@
 """The users of docker/users.acl: each kind of service can do its part of the data plane, and nothing besides."""
 
 import asyncio
+import shutil
 import socket
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,34 @@ ALL = (*KINDS, "operator", "health")
 CONFIGURATION = ROOT / "deploy" / "kubernetes" / "base" / "valkey.conf"
 
 
-@pytest.fixture
-def port(tmp_path: Path) -> Iterator[int]:
-    """A server with the users that are deployed."""
-    (tmp_path / "users.acl").write_text(shipped_users({kind: f"password-of-{kind}" for kind in ALL}))
-    port = lasting_port("127.0.0.1")
-    options = ("--port", str(port), "--bind", "127.0.0.1", "--appendonly", "yes", "--dir", str(tmp_path))
+@contextmanager
+def serving(folder: Path, port: int, program: str | None = None) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a server with the users that are deployed, on what an earlier one left in its folder."""
+    (folder / "users.acl").write_text(shipped_users({kind: f"password-of-{kind}" for kind in ALL}))
+    options = ("--port", str(port), "--bind", "127.0.0.1", "--appendonly", "yes", "--dir", str(folder))
     for line in CONFIGURATION.read_text().splitlines():
         if line.startswith(("client-query-buffer-limit", "maxmemory-clients")):
             options += (f"--{line.split()[0]}", line.split()[1])
-    command = [str(find_server()), *options, "--aclfile", str(tmp_path / "users.acl"), "--lua-time-limit", "20"]
+    command = [
+        program or str(find_server()),
+        *options,
+        "--aclfile",
+        str(folder / "users.acl"),
+        "--lua-time-limit",
+        "20",
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         until(lambda: _accepts(port), 20, "the server")
-        yield port
+        yield server
         server.terminate()
+
+
+@pytest.fixture
+def port(tmp_path: Path) -> Iterator[int]:
+    """Give the port of such a server."""
+    port = lasting_port("127.0.0.1")
+    with serving(tmp_path, port):
+        yield port
 
 
 def _accepts(port: int) -> bool:
@@ -84,6 +99,26 @@ async def test_letters_and_backups_need_no_more_than_their_users_have(users: Use
     await restore_keys(users.urls["backup"], [users.keys.experiment_id], tmp_path)
 
     assert (await users.planes["gateway"].ledger()).issued == 2
+
+
+@pytest.mark.parametrize("program", [None, "redis-server"])
+async def test_a_server_that_was_killed_reads_all_of_its_log(program: str | None, tmp_path: Path) -> None:
+    """Redis from 7.0 on applies the transactions in it by the rights of the user `default`, whom nobody can be."""
+    if program is not None and shutil.which(program) is None:
+        pytest.skip(f"no {program} here")
+    port = lasting_port("127.0.0.1")
+    with serving(tmp_path, port, program) as server:
+        users = Users(port)
+        await issue(users.planes["gateway"], 3)
+        await asyncio.sleep(0.3)  # it is written at the end of a turn of the server's loop
+        server.kill()
+        server.wait()
+    with serving(tmp_path, port, program):
+        again = Users(port)
+        keys = StreamKeys(users.keys.experiment_id)
+        assert (await RedisDataPlane(again.clients["gateway"], keys.experiment_id).ledger()).issued == 3
+        for each in (*users.clients.values(), *again.clients.values()):
+            await each.aclose()
 
 
 async def test_no_kind_writes_what_is_anothers(users: Users) -> None:

@@ -77,6 +77,11 @@ class CallProcess:
         self._on_progress: dict[int, Callable[[Any], None]] = {}
         self._numbers = itertools.count()
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls under way."""
+        return len(self._waiting)
+
     async def start(self) -> Any:
         """Start the process if there is none, let it load, and return its description of what it loaded.
 

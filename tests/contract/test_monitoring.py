@@ -12,12 +12,13 @@ import yaml
 from flotilla.services.gateway.monitoring.health.measurements import SHOWN_VALUES
 from flotilla.services.gateway.prometheus import metrics_of
 from flotilla.services.sandbox.metrics import SandboxMetrics
+from flotilla.services.sandbox.routes.health import families_of
 from flotilla.shared.schemas.experiment import ExperimentState
-from flotilla.shared.schemas.sandbox import IsolationLevel, RunStatus
+from flotilla.shared.schemas.sandbox import RunStatus
 from flotilla.shared.schemas.service import ServiceKind
 from flotilla.shared.streams.ledger import Ledger
 from flotilla.shared.telemetry.prometheus import page_of
-from tests.prometheus import parse_page
+from tests.prometheus import a_sandbox, parse_page
 from tests.unit.gateway.builders import add_service
 from tests.unit.gateway.test_prometheus import a_running_gateway
 
@@ -56,11 +57,7 @@ async def pages() -> tuple[str, str]:
     await add_service(gateway, ServiceKind.REWARD, "reward", None)
     sandbox = SandboxMetrics()
     sandbox.count_run("python", RunStatus.SUCCESS, 0.25)
-    families = sandbox.families(
-        IsolationLevel.C, num_running=1, num_waiting=1, num_out_of_use=0, num_spoiled=0, num_servers_lost=0,
-        num_servers_ended=0, num_backing_off=0, num_sessions=0,
-    )  # fmt: skip
-    return page_of(metrics_of(gateway)), page_of(families)
+    return page_of(metrics_of(gateway)), page_of(families_of(a_sandbox(sandbox)))
 
 
 @pytest.fixture

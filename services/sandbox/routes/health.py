@@ -82,7 +82,12 @@ def _slots(sandbox: SandboxState, pool: SlotPool) -> Slots:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(sandbox: Sandbox) -> Response:
     """Return the counters in Prometheus' text format."""
-    return await response_of(chain(sandbox.metrics.families(), _families(sandbox), sandbox.runner.families()))
+    return await response_of(families_of(sandbox))
+
+
+def families_of(sandbox: SandboxState) -> Iterator[Metric]:
+    """Make all metrics of the service."""
+    return chain(sandbox.metrics.families(), _families(sandbox), sandbox.runner.families())
 
 
 def _families(sandbox: SandboxState) -> Iterator[Metric]:

@@ -138,7 +138,10 @@ def broken(reply: Any) -> Answer:
         ("{", "is no JSON"),
         ("[]", "no JSON object"),
         ({"type": "state", "data": {}}, "no observation"),
-        ({"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}}, r"says 'boom' \(EXECUTION_ERROR\)"),
+        (
+            {"type": "error", "data": {"message": "boom", "code": "EXECUTION_ERROR"}},
+            r"answered 'boom' \(EXECUTION_ERROR\)",
+        ),
         (VALIDATION, "VALIDATION_ERROR"),
         ({"type": "observation", "data": {"observation": {"a": 1}, "reward": 1}}, "no field 'text'; it has a"),
         (seen("x", "much"), "no finite number"),  # type: ignore[arg-type]

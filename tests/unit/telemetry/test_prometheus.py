@@ -4,10 +4,11 @@ import httpx
 from fastapi import FastAPI
 
 from flotilla.services.sandbox.metrics import SandboxMetrics
+from flotilla.services.sandbox.routes.health import families_of
 from flotilla.shared.net.server.serving import add_health_routes
-from flotilla.shared.schemas.sandbox import IsolationLevel, RunStatus
+from flotilla.shared.schemas.sandbox import RunStatus
 from flotilla.shared.telemetry.prometheus import gauge, page_of
-from tests.prometheus import parse_page, value_of
+from tests.prometheus import a_sandbox, parse_page, value_of
 
 
 async def test_a_services_load_is_a_page_of_gauges() -> None:
@@ -32,19 +33,7 @@ def test_the_sandbox_counts_by_language_status_and_code() -> None:
     metrics.count_run("python", RunStatus.SUCCESS, 0.5)
     metrics.count_refused("busy")
 
-    families = metrics.families(
-        IsolationLevel.C,
-        num_running=1,
-        num_waiting=2,
-        num_out_of_use=3,
-        num_spoiled=4,
-        num_servers_lost=5,
-        num_servers_ended=7,
-        num_backing_off=8,
-        num_sessions=6,
-    )
-
-    series = parse_page(page_of(families))
+    series = parse_page(page_of(families_of(a_sandbox(metrics))))
 
     assert value_of(series, "flotilla_sandbox_runs_total", language="python", status="Success") == 2
     assert value_of(series, "flotilla_sandbox_refused_total", code="busy") == 1

@@ -58,5 +58,5 @@ def test_less_is_kept_for_the_backward_pass() -> None:
 
 
 def test_a_model_without_layers_is_refused() -> None:
-    with pytest.raises(ModelError, match="Linear does not say"):
+    with pytest.raises(ModelError, match="Linear does not declare"):
         recompute_activations(nn.Linear(2, 2))

@@ -64,7 +64,7 @@ def test_activations_on_the_host_give_the_same_gradients_to_the_bit() -> None:
 
 
 def test_a_model_without_layers_has_no_activations_to_move() -> None:
-    with pytest.raises(ModelError, match=r"parallelism.offload.activations: Linear does not say"):
+    with pytest.raises(ModelError, match=r"parallelism.offload.activations: Linear does not declare"):
         keep_activations_on_host(nn.Linear(2, 2), "cpu")
 
 

@@ -45,7 +45,8 @@ class ImageProcessor:
     def __init__(self, layout: ImageLayout, token: str, token_id: int, marks: Mapping[int, str] | None = None) -> None:
         self._layout = layout
         self.marks = frozenset(marks or ())
-        self._words = re.compile("|".join(map(re.escape, (token, *(marks or {}).values()))))
+        around = (each for each in (layout.opening, layout.closing) if each)
+        self._words = re.compile("|".join(map(re.escape, (token, *(marks or {}).values(), *around))))
         self.token, self.token_id = token, token_id
         self.positions = layout.positions
         # Members of a group, and passes over a batch, ask for the same few images one after the other. All is kept by

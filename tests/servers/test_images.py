@@ -29,11 +29,13 @@ from flotilla.shared.schemas.task import Message, Task
 from flotilla.shared.schemas.trajectory import Group
 from tests.contract.engine.conftest import begin_running, python_with_torchvision, server_settings, until_running
 from tests.integration.trainer.test_images_agree import CPU, a_trajectory
-from tests.vision_models import IMAGE_TOKEN, KINDS, SPECIAL, a_picture, save_vision_model
+from tests.vision_models import IMAGE_TOKEN, SPECIAL, a_picture, save_vision_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 DIALECTS: dict[str, Any] = {"sglang": SglangDialect, "vllm": lambda: VllmDialect(raw=False)}
+SERVED = ("qwen2_5_vl", "qwen3_vl")
+"""Kinds of models that servers are asked to compute images of."""
 CLOSE = 1e-4
 PATCH = 14
 """SGLang takes pixels of Qwen2.5-VL's patches of another side for embeddings."""
@@ -55,7 +57,7 @@ def server(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=SERVED)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The narrowest heads that vLLM's kernels for CPUs have are of 32.
     return save_vision_model(tmp_path_factory.mktemp("model"), request.param, hidden=128, patch=PATCH)
